@@ -1,0 +1,236 @@
+"""Slabs → extents → slots: which rows exist, and which of them are free.
+
+An extent is a run of m neighbouring slabs cut into slots of one size (a *class*: the slot's bytes rounded
+up to a page). m is the smallest run that wastes at most 1/32, and no larger than 1/16 of the arena unless
+one slot needs it. An extent that is taken back (`unbind`) returns its slabs to all classes.
+
+The allocator writes what is about places (offset, slot_bytes, slab, the states UNUSED and FREE); whose
+a slot is, is the catalog's business.
+"""
+
+from collections.abc import Iterable
+from functools import lru_cache
+
+import numpy as np
+import numpy.typing as npt
+
+from lmcache_shm.arena.layout import PAGE, Rows, SlotState
+from lmcache_shm.arena.segment import Arena
+
+WASTE = 32
+"""An extent may waste one part in so many."""
+SHARE = 16
+"""An extent takes at most one part in so many of the arena."""
+NO_ROWS: Rows = np.empty(0, np.int32)
+
+
+def slot_class(slot_bytes: int) -> int:
+    """Bytes that a slot really takes: whole pages."""
+    return max(-(-slot_bytes // PAGE), 1) * PAGE
+
+
+class _Stack:
+    """Free rows of one class, last in first out."""
+
+    def __init__(self) -> None:
+        self._rows = np.empty(64, np.int32)
+        self._n = 0
+
+    def __len__(self) -> int:
+        return self._n
+
+    def push(self, rows: Rows) -> None:
+        need = self._n + len(rows)
+        if need > len(self._rows):
+            self._rows = np.concatenate([self._rows, np.empty(need, np.int32)])
+        self._rows[self._n : need] = rows
+        self._n = need
+
+    def pop(self, n: int) -> Rows:
+        n = min(n, self._n)
+        self._n -= n
+        return self._rows[self._n : self._n + n].copy()
+
+    def drop(self, start: int, end: int) -> None:
+        """Forget the rows in [start, end)."""
+        held = self._rows[: self._n]
+        kept = held[(held < start) | (held >= end)]
+        self._n = len(kept)
+        self._rows[: self._n] = kept
+
+
+class SlabAllocator:
+    """Free slots of every size. Starts from what the slab table says (see `adopt_extents`)."""
+
+    def __init__(self, arena: Arena) -> None:
+        self.arena = arena
+        self.slab_bytes = arena.geometry.slab_bytes
+        self.slabs = arena.geometry.slabs
+        self.per_slab = arena.geometry.rows_per_slab
+        self.rebinds = 0
+        self._free: dict[int, _Stack] = {}
+        self._extents: dict[int, int] = {}  # class → number of its extents
+        self._plan = lru_cache(maxsize=1024)(self._extent_slabs)
+
+    # -------------------------------------------------------------------------------- planning
+    def min_slabs(self, slot_bytes: int) -> int:
+        """Slabs that one slot needs."""
+        return -(-slot_class(slot_bytes) // self.slab_bytes)
+
+    def fits(self, slot_bytes: int) -> bool:
+        """Whether one slot of this size has a place in the empty arena."""
+        return self.min_slabs(slot_bytes) <= self.slabs
+
+    def extent_slabs(self, slot_bytes: int, at_most: int | None = None) -> int:
+        """Slabs of an extent for this size, at most `at_most`; 0 when not even one slot fits."""
+        return self._plan(slot_class(slot_bytes), self.slabs if at_most is None else at_most)
+
+    def _extent_slabs(self, size: int, at_most: int) -> int:
+        least = self.min_slabs(size)
+        most = min(max(self.slabs // SHARE, least), at_most)
+        best, best_waste = 0, 1.0
+        for m in range(least, most + 1):
+            waste = m * self.slab_bytes % size / (m * self.slab_bytes)
+            if waste * WASTE <= 1:
+                return m
+            if waste < best_waste:
+                best, best_waste = m, waste
+        return best
+
+    def slots_in(self, slot_bytes: int, m: int) -> int:
+        """Slots of an extent of m slabs: bounded by bytes, and by the rows that m slabs own."""
+        return min(m * self.slab_bytes // slot_class(slot_bytes), m * self.per_slab)
+
+    # ----------------------------------------------------------------------------------- slots
+    def alloc(self, slot_bytes: int, n: int) -> Rows:
+        """Up to n FREE rows of this size, binding free slabs as needed. They are the caller's now.
+
+        May be fewer: then some extent must be taken back first.
+        """
+        size = slot_class(slot_bytes)
+        stack = self._stack(size)
+        while len(stack) < n and self._bind_free(size):
+            pass
+        return stack.pop(n)
+
+    def free(self, rows: Rows) -> None:
+        """Take slots back: generation raised, identity wiped, FREE."""
+        if not len(rows):
+            return
+        hot, cold = self.arena.hot, self.arena.cold
+        hot["generation"][rows] += np.uint64(1)  # first, so that no reader trusts what comes next
+        hot["state"][rows] = SlotState.FREE
+        hot["flags"][rows] = 0
+        hot["pins"][rows] = 0
+        hot["client"][rows] = -1
+        hot["tick"][rows] = 0
+        cold["key"][rows] = 0
+        cold["seal"][rows] = 0
+        self._push(rows)
+
+    def _push(self, rows: Rows) -> None:
+        sizes = self.arena.cold["slot_bytes"][rows]
+        first = int(sizes[0])
+        if (sizes == first).all():
+            self._stack(first).push(rows)
+            return
+        for size in np.unique(sizes).tolist():
+            self._stack(size).push(rows[sizes == size])
+
+    def _stack(self, size: int) -> _Stack:
+        return self._free.setdefault(size, _Stack())
+
+    def free_slots(self, slot_bytes: int) -> int:
+        """FREE rows of this size that are bound already."""
+        return len(self._stack(slot_class(slot_bytes)))
+
+    def extents_of(self, slot_bytes: int) -> int:
+        """Extents bound to this size."""
+        return self._extents.get(slot_class(slot_bytes), 0)
+
+    # --------------------------------------------------------------------------------- extents
+    def bind(self, slot_bytes: int, start: int, m: int) -> int:
+        """Cut free slabs [start, start + m) into slots; their number."""
+        size = slot_class(slot_bytes)
+        n = self.slots_in(size, m)
+        rows = self.rows_of(start, n)
+        cold, hot = self.arena.cold, self.arena.hot
+        at = start * self.slab_bytes
+        cold["offset"][rows] = at + np.arange(n, dtype=np.uint64) * np.uint64(size)
+        cold["slot_bytes"][rows] = size
+        cold["slab"][rows] = start
+        cold["key"][rows] = 0
+        hot["client"][rows] = -1
+        hot["pins"][rows] = 0
+        slabs = self.arena.slabs[start : start + m]
+        slabs["slot_bytes"], slabs["first"], slabs["slots"] = size, start, n
+        slabs["extent_slabs"] = m
+        hot["state"][rows] = SlotState.FREE  # last: a FREE row is always inside a bound extent
+        self._stack(size).push(rows[::-1])
+        self._extents[size] = self._extents.get(size, 0) + 1
+        return n
+
+    def unbind(self, start: int) -> None:
+        """Return the slabs of the extent that starts at slab `start`; all its rows must be FREE."""
+        slab = self.arena.slabs[start]
+        m, size, n = int(slab["extent_slabs"]), int(slab["slot_bytes"]), int(slab["slots"])
+        rows = self.rows_of(start, n)
+        self._stack(size).drop(int(rows[0]), int(rows[-1]) + 1)
+        self.arena.hot["state"][rows] = SlotState.UNUSED
+        self.arena.slabs[start : start + m] = 0
+        self._extents[size] -= 1
+
+    def rows_of(self, start: int, slots: int) -> Rows:
+        """Rows of an extent by its first slab and number of slots."""
+        first = start * self.per_slab
+        return np.arange(first, first + slots, dtype=np.int32)
+
+    def extents(self) -> npt.NDArray[np.int64]:
+        """First slabs of all extents, ascending."""
+        slabs = self.arena.slabs
+        return np.flatnonzero((slabs["extent_slabs"] > 0) & (slabs["first"] == np.arange(self.slabs)))
+
+    def release_empty(self) -> int:
+        """Unbind every extent all of whose slots are FREE; how many there were."""
+        state = self.arena.hot["state"].reshape(self.slabs, self.per_slab)
+        idle = (state <= SlotState.FREE).all(axis=1)
+        starts = self.extents()
+        if not len(starts):
+            return 0
+        slabs = self.arena.slabs
+        bound = np.flatnonzero(slabs["extent_slabs"])
+        busy = np.unique(slabs["first"][bound[~idle[bound]]])
+        empty = np.setdiff1d(starts, busy)
+        for start in empty.tolist():
+            self.unbind(start)
+        return len(empty)
+
+    def adopt_extents(self, starts: Iterable[int]) -> None:
+        """After a warm restart: take over extents that were found sound, with their FREE rows."""
+        state = self.arena.hot["state"]
+        for start in starts:
+            slab = self.arena.slabs[start]
+            size = int(slab["slot_bytes"])
+            rows = self.rows_of(start, int(slab["slots"]))
+            self._stack(size).push(rows[state[rows] == SlotState.FREE][::-1])
+            self._extents[size] = self._extents.get(size, 0) + 1
+
+    def _bind_free(self, size: int) -> bool:
+        """Bind one more extent in free slabs, the smallest gap that will do. False: there is none."""
+        gaps = self.free_runs()
+        if not len(gaps):
+            return False
+        wanted = self.extent_slabs(size)
+        enough = gaps[gaps[:, 1] >= wanted]
+        if wanted and len(enough):
+            start, m = int(enough[np.argmin(enough[:, 1]), 0]), wanted
+        else:
+            start, length = gaps[np.argmax(gaps[:, 1])].tolist()
+            m = self.extent_slabs(size, length)
+        return m > 0 and self.bind(size, start, m) > 0
+
+    def free_runs(self) -> npt.NDArray[np.int64]:
+        """[[first slab, length], …] of all gaps between extents."""
+        free = np.concatenate([[0], self.arena.slabs["extent_slabs"] == 0, [0]]).astype(np.int8)
+        edges = np.flatnonzero(np.diff(free)).reshape(-1, 2)
+        return np.stack([edges[:, 0], edges[:, 1] - edges[:, 0]], axis=1)

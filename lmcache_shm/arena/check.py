@@ -1,0 +1,158 @@
+"""Prove that a slot table is consistent, offline or beside a running server.
+
+Beside a running server rows change while they are read; a finding counts only if a second look, a moment
+later, still shows it.
+"""
+
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import numpy.typing as npt
+
+from lmcache_shm.arena.layout import FLAG_DROP, PAGE, Geometry, SlotState, Table, seal
+from lmcache_shm.arena.segment import Arena
+
+SHOWN = 5
+"""Rows named in one finding."""
+LOOKS = 5
+Findings = Iterator[tuple[str, npt.NDArray[np.int64]]]
+
+
+def check(arena: Arena, *, live: bool = False) -> list[str]:
+    """Findings, one line each; empty when the table is consistent.
+
+    Proved: every slab belongs to at most one extent and every extent's slots are rows of its own at their
+    place (so no two slots overlap); free + reserved + committed + quarantined rows are those that extents
+    have; every (namespace, group, key) stands once among committed and reserved rows; committed rows fit
+    their seal; pins stand only on committed rows. `live`: tolerate a server that is at work.
+    """
+    found = _look(arena)
+    for _ in range(LOOKS if live else 0):
+        if not found:
+            break
+        time.sleep(0.01)
+        found &= _look(arena)  # the same rows with the same trouble, or it was a change under way
+    return _told(found)
+
+
+def _look(arena: Arena) -> set[tuple[str, int]]:
+    hot, cold, slabs = arena.hot.copy(), arena.cold.copy(), arena.slabs.copy()
+    found = set()
+    for finder in (_slabs, _places, _keys, _states):
+        for text, numbers in finder(arena.geometry, hot, cold, slabs):
+            found.update((text, number) for number in numbers.tolist())
+    return found
+
+
+def _told(found: set[tuple[str, int]]) -> list[str]:
+    lines: dict[str, list[int]] = {}
+    for text, number in sorted(found):
+        lines.setdefault(text, []).append(number)
+    return [
+        f"{text}: {', '.join(map(str, numbers[:SHOWN]))}"
+        + (f" and {len(numbers) - SHOWN} more" if len(numbers) > SHOWN else "")
+        for text, numbers in lines.items()
+    ]
+
+
+def bad_slabs(geometry: Geometry, slabs: Table) -> npt.NDArray[np.bool_]:
+    """[slabs] True where a slab's entry is not part of a sound extent."""
+    n, index = geometry.slabs, np.arange(geometry.slabs)
+    bound = slabs["extent_slabs"] > 0
+    first = slabs["first"].astype(np.int64)
+    m = slabs["extent_slabs"].astype(np.int64)
+    size, slots = slabs["slot_bytes"].astype(np.uint64), slabs["slots"].astype(np.uint64)
+    inside = (first <= index) & (index < first + m) & (first + m <= n)
+    room = m.astype(np.uint64) * np.uint64(geometry.slab_bytes)
+    cut = (size > 0) & (size % np.uint64(PAGE) == 0) & (size <= room)
+    fits = (slots > 0) & (slots <= room // np.maximum(size, 1)) & (slots <= m * geometry.rows_per_slab)
+    head = slabs[np.where(inside, first, 0)]
+    same = (head["extent_slabs"] == m) & (head["first"] == first)
+    same &= (head["slot_bytes"] == size) & (head["slots"] == slots)
+    good = ~bound | (inside & cut & fits & same)
+    # An extent needs all its slabs: count those that point to each head.
+    heads = first[good & bound]
+    counted = np.bincount(heads, minlength=n) if len(heads) else np.zeros(n, np.int64)
+    good[bound & inside] &= (counted[first] == m)[bound & inside]
+    return ~good
+
+
+def bound_rows(geometry: Geometry, slabs: Table) -> npt.NDArray[np.bool_]:
+    """[max_slots] True for rows that are slots of an extent."""
+    q = geometry.rows_per_slab
+    behind = np.arange(geometry.slabs) - slabs["first"].astype(np.int64)
+    left = np.where(slabs["extent_slabs"] > 0, slabs["slots"].astype(np.int64) - behind * q, 0)
+    return (np.arange(q) < left[:, None]).ravel()
+
+
+def misplaced(geometry: Geometry, cold: Table, slabs: Table) -> npt.NDArray[np.bool_]:
+    """[max_slots] True for rows whose offset, size or slab is not what their extent gives them."""
+    q = geometry.rows_per_slab
+    first = np.repeat(slabs["first"].astype(np.uint64), q)
+    size = np.repeat(slabs["slot_bytes"], q)
+    number = np.arange(geometry.max_slots, dtype=np.uint64) - first * np.uint64(q)
+    offset = first * np.uint64(geometry.slab_bytes) + number * size
+    return (cold["offset"] != offset) | (cold["slot_bytes"] != size) | (cold["slab"] != first)
+
+
+def _slabs(geometry: Geometry, hot: Table, cold: Table, slabs: Table) -> Findings:
+    yield "slabs that are part of no sound extent", np.flatnonzero(bad_slabs(geometry, slabs))
+
+
+def _places(geometry: Geometry, hot: Table, cold: Table, slabs: Table) -> Findings:
+    bound = bound_rows(geometry, slabs)
+    used = hot["state"] != SlotState.UNUSED
+    yield "rows in use outside any extent", np.flatnonzero(used & ~bound)
+    yield "slots of an extent whose rows are not in use", np.flatnonzero(bound & ~used)
+    wrong = used & bound & misplaced(geometry, cold, slabs)
+    yield "rows that are not at their extent's place", np.flatnonzero(wrong)
+    yield from _overlaps(geometry, hot, cold)
+
+
+def _overlaps(geometry: Geometry, hot: Table, cold: Table) -> Findings:
+    """Independent of extents: sort by offset, compare neighbours."""
+    rows = np.flatnonzero(hot["state"] != SlotState.UNUSED)
+    rows = rows[np.argsort(cold["offset"][rows], kind="stable")]
+    start = cold["offset"][rows]
+    end = start + cold["slot_bytes"][rows]
+    yield "slots beyond the arena's end", rows[end > geometry.data_bytes]
+    yield "slots that overlap the one before", rows[1:][start[1:] < end[:-1]]
+
+
+def duplicates(hot: Table, cold: Table, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Those of `rows` whose (namespace, group, key) also stands in another of them."""
+    key = cold["key"][rows]
+    owner = hot["namespace"][rows].astype(np.uint64) << np.uint64(16) | hot["group"][rows]
+    order = np.lexsort((owner, key[:, 1], key[:, 0]))
+    key, owner = key[order], owner[order]
+    same = (key[1:] == key[:-1]).all(axis=1) & (owner[1:] == owner[:-1])
+    twice = np.zeros(len(rows), np.bool_)
+    twice[1:] |= same
+    twice[:-1] |= same
+    return rows[order[twice]]
+
+
+def _keys(geometry: Geometry, hot: Table, cold: Table, slabs: Table) -> Findings:
+    state = hot["state"]
+    named = (state == SlotState.COMMITTED) | (state == SlotState.RESERVED)
+    named &= hot["flags"] & FLAG_DROP == 0
+    rows = np.flatnonzero(named)
+    yield "rows whose key stands twice", duplicates(hot, cold, rows)
+    yield "named rows without a key", rows[(cold["key"][rows] == 0).all(axis=1)]
+    committed = np.flatnonzero(state == SlotState.COMMITTED).astype(np.int32)
+    broken = cold["seal"][committed] != seal(hot, cold, committed)
+    yield "committed rows that do not fit their seal", committed[broken].astype(np.int64)
+
+
+def _states(geometry: Geometry, hot: Table, cold: Table, slabs: Table) -> Findings:
+    state, pins = hot["state"], hot["pins"]
+    yield "rows of an unknown state", np.flatnonzero(state > SlotState.QUARANTINED)
+    yield "pinned rows that are not committed", np.flatnonzero(
+        (pins > 0) & (state != SlotState.COMMITTED)
+    )
+    drop = hot["flags"] & FLAG_DROP != 0
+    stale = drop & ~((state == SlotState.RESERVED) | ((state == SlotState.COMMITTED) & (pins > 0)))
+    yield "cleared rows that were not freed", np.flatnonzero(stale)
+    long = cold["token_bytes"] > cold["slot_bytes"]
+    yield "rows whose token bytes exceed the slot", np.flatnonzero(long & (state >= SlotState.RESERVED))

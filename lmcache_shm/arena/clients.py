@@ -1,0 +1,77 @@
+"""The client table: which worker processes may still write into which reserved slots.
+
+It outlives the server, so that a restarted one knows whose half-written slots must stay quarantined.
+"""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lmcache_shm.arena.layout import ENGINE_ID_BYTES, MAX_PROCESSES
+
+if TYPE_CHECKING:
+    from lmcache_shm.arena.segment import Arena
+
+
+@dataclass
+class ClientRecord:
+    """One engine. `processes`: (rank, pid, start time in clock ticks since boot; 0: unknown)."""
+
+    engine_id: str
+    world: int
+    replicas: int = 1
+    processes: list[tuple[int, int, int]] = field(default_factory=list)
+
+    def alive(self) -> bool:
+        """Whether any of the processes still runs (one that is out of sight counts)."""
+        return any(process_alive(pid, start) for _, pid, start in self.processes)
+
+
+def write_client(arena: "Arena", index: int, record: ClientRecord) -> None:
+    """Write down an engine. Beyond MAX_PROCESSES the earliest processes are forgotten."""
+    row = arena.clients[index : index + 1]
+    row["used"] = 0  # a reader of a half-written record must not trust it
+    row["world"], row["replicas"] = record.world, record.replicas
+    row["engine_id"] = record.engine_id.encode()[:ENGINE_ID_BYTES]
+    kept = record.processes[-MAX_PROCESSES:]
+    row["processes"] = len(kept)
+    for i, (rank, pid, start) in enumerate(kept):
+        row["ranks"][0, i], row["pids"][0, i], row["starts"][0, i] = rank, pid, start
+    row["used"] = 1
+
+
+def erase_client(arena: "Arena", index: int) -> None:
+    arena.clients[index : index + 1]["used"] = 0
+
+
+def read_clients(arena: "Arena") -> dict[int, ClientRecord]:
+    """Index → record of every engine that is written down."""
+    found = {}
+    for index, row in enumerate(arena.clients):
+        if row["used"] != 1:
+            continue
+        n = min(int(row["processes"]), MAX_PROCESSES)
+        columns = (row[name][:n].tolist() for name in ("ranks", "pids", "starts"))
+        processes = list(zip(*columns, strict=True))
+        engine_id = bytes(row["engine_id"]).decode(errors="replace")
+        record = ClientRecord(engine_id, int(row["world"]), int(row["replicas"]), processes)
+        found[index] = record
+    return found
+
+
+def start_time(pid: int) -> int:
+    """Start time of a process in clock ticks since boot; 0 when there is none (or a zombie)."""
+    try:
+        line = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return 0
+    fields = line.rpartition(")")[2].split()  # the command's name may hold anything
+    return 0 if fields[0] in "ZX" else int(fields[19])
+
+
+def process_alive(pid: int, start: int) -> bool:
+    """Whether this very process still runs. pid ≤ 0: out of sight in another pid namespace, counts as alive."""
+    if pid <= 0:
+        return True
+    now = start_time(pid)
+    return now != 0 and start in {0, now}

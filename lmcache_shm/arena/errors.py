@@ -1,0 +1,28 @@
+"""What can go wrong with an arena; each text is one line for people, with the remedy."""
+
+
+class ArenaError(Exception):
+    """The arena cannot be made, mapped or trusted."""
+
+
+class InstanceBusy(ArenaError):
+    """Another live server owns the instance. `pid` is 0 when it is not known."""
+
+    def __init__(self, instance: str, pid: int) -> None:
+        who = f"process {pid}" if pid else "another process"
+        super().__init__(
+            f"instance {instance} is served by {who}; stop it, or choose another --instance"
+        )
+        self.pid = pid
+
+
+class AdoptError(ArenaError):
+    """There is nothing to adopt, or it is not what is wanted, or it is damaged. `reason` says which."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
+class RuntimeDirError(ArenaError):
+    """The runtime directory is not safe or not writable."""

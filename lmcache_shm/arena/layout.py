@@ -1,0 +1,273 @@
+"""The layout of both segments. Everything here is fixed for one FORMAT_VERSION.
+
+::
+
+    meta   HEADER | SLABS | HOT[max_slots] | COLD[max_slots] | NAMESPACES A | B | CLIENTS | BOARDS
+           each region starts on a page; BOARDS is u64[MAX_CLIENTS, MAX_RANKS, RING]
+    data   slab 0 | slab 1 | … | slab n-1 | tail (smaller than a slab: unusable)
+
+    rows   slab i owns rows [i·q, (i+1)·q), q = max_slots / slabs. An *extent* is a run of m slabs bound
+           to one slot size; its slots take the first rows of the m·q that its slabs own:
+
+           slabs      i            i+1          i+2
+           data   ├─ slot 0 ─┼─ slot 1 ─┼─ slot 2 ─┼─ slot 3 ─┤waste
+           rows   iq  iq+1  iq+2  iq+3  (the rest is UNUSED)
+
+HOT holds what eviction scans (32 B a row), COLD what identifies a slot. A row's number is its slot's
+number everywhere. Little-endian; only the server writes, except the boards.
+"""
+
+import struct
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+FORMAT_VERSION = 1
+MAGIC = b"LMCSHM01"
+PAGE = 4096
+RING = 1024
+"""Jobs per (client, rank) on the completion board."""
+MAX_CLIENTS = 64
+MAX_RANKS = 16
+MAX_PROCESSES = 64
+"""Worker processes remembered per client: ranks, and earlier incarnations of them not yet seen dead."""
+ENGINE_ID_BYTES = 256
+MIN_SLAB, MAX_SLAB = 64 << 10, 64 << 20
+MAX_SLOTS = 1 << 22
+
+FLAG_DROP = 1
+"""hot.flags: cleared while reserved or pinned; in no index, freed at commit, abort or last release."""
+
+
+class SlotState(IntEnum):
+    """State of a row. UNUSED: bound to no extent (a zeroed table is all UNUSED)."""
+
+    UNUSED = 0
+    FREE = 1
+    RESERVED = 2
+    COMMITTED = 3
+    QUARANTINED = 4
+
+
+# generation: raised at every change of hands (reserve, abort, evict, quarantine release), so at any
+# time after which bytes may change. tick: the server's use counter, no clock. client: index of the
+# engine that reserved it, else -1.
+HOT_DTYPE = np.dtype(
+    [
+        ("state", "<u1"),
+        ("flags", "<u1"),
+        ("group", "<u2"),
+        ("pins", "<u4"),
+        ("tick", "<u8"),
+        ("generation", "<u8"),
+        ("client", "<i4"),
+        ("namespace", "<u4"),
+    ]
+)
+# key, parent, extra_digest: 16 bytes as two u8 words. offset, slot_bytes: bytes in the data segment.
+# token_bytes: length of the encoded token ids in the slot. chunk: number in its prefix. slab: first
+# slab of the extent. seal: check word of a committed row (see seal()).
+COLD_DTYPE = np.dtype(
+    [
+        ("key", "<u8", (2,)),
+        ("parent", "<u8", (2,)),
+        ("extra_digest", "<u8", (2,)),
+        ("salt", "<u8"),
+        ("offset", "<u8"),
+        ("slot_bytes", "<u8"),
+        ("token_bytes", "<u4"),
+        ("chunk", "<u4"),
+        ("slab", "<u4"),
+        ("hits", "<u4"),
+        ("created_ns", "<u8"),
+        ("seal", "<u8"),
+    ]
+)
+# A slab of an extent. slots, extent_slabs: of the whole extent, the same in each of its slabs.
+# extent_slabs 0: the slab is free.
+SLAB_DTYPE = np.dtype(
+    [("slot_bytes", "<u8"), ("first", "<u4"), ("extent_slabs", "<u4"), ("slots", "<u4"), ("spare", "<u4")]
+)
+CLIENT_DTYPE = np.dtype(
+    [
+        ("used", "<u4"),
+        ("world", "<u4"),
+        ("replicas", "<u4"),
+        ("processes", "<u4"),
+        ("engine_id", f"S{ENGINE_ID_BYTES}"),
+        ("ranks", "<i4", (MAX_PROCESSES,)),
+        ("pids", "<i4", (MAX_PROCESSES,)),
+        ("starts", "<u8", (MAX_PROCESSES,)),
+    ]
+)
+# The changing part of the header page.
+LIVE_DTYPE = np.dtype([("pid", "<i8"), ("boot", "S16"), ("starts", "<u8"), ("prefaulted", "<u8")])
+LIVE_AT = 2048
+
+Table = npt.NDArray[Any]
+"""A structured array."""
+Rows = npt.NDArray[np.int32]
+U64 = npt.NDArray[np.uint64]
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """What a server wants its arena to be; an arena is adopted only when these agree."""
+
+    data_bytes: int
+    chunk_size: int
+    separate: bool
+    slab_bytes: int
+    max_slots: int
+
+    @classmethod
+    def plan(
+        cls,
+        data_bytes: int,
+        chunk_size: int,
+        separate: bool,  # noqa: FBT001  (a field)
+        max_slots: int | None = None,
+        slab_bytes: int | None = None,
+    ) -> "Geometry":
+        """Geometry of an arena of `data_bytes` (rounded up to a page). Raises ValueError below one page."""
+        if data_bytes < PAGE:
+            raise ValueError(f"an arena of {data_bytes} bytes; at least {PAGE} are needed")
+        size = -(-data_bytes // PAGE) * PAGE
+        if slab_bytes is None:
+            slab_bytes = min(max(_floor_power(size // 1024), MIN_SLAB), MAX_SLAB)
+        slab_bytes = min(slab_bytes, _floor_power(size))
+        slabs = size // slab_bytes
+        if max_slots is None:
+            dense = min(max(size // (16 << 10), 1024), 1 << 20)
+            max_slots = min(max(dense, size // (64 << 10)), MAX_SLOTS)
+        per_slab = max(1, -(-max_slots // slabs))
+        return cls(size, chunk_size, separate, slab_bytes, per_slab * slabs)
+
+    @property
+    def slabs(self) -> int:
+        return self.data_bytes // self.slab_bytes
+
+    @property
+    def rows_per_slab(self) -> int:
+        return self.max_slots // self.slabs
+
+    def differences(self, wanted: "Geometry") -> str:
+        """What differs from `wanted`, for people; "" when nothing does."""
+        words = {
+            "data_bytes": "size in bytes",
+            "chunk_size": "chunk size in tokens (0: auto)",
+            "separate": "separate object groups",
+            "slab_bytes": "slab size in bytes",
+            "max_slots": "number of slots",
+        }
+        found = [
+            f"{text} is {getattr(self, name)}, wanted {getattr(wanted, name)}"
+            for name, text in words.items()
+            if getattr(self, name) != getattr(wanted, name)
+        ]
+        return "; ".join(found)
+
+
+@dataclass(frozen=True)
+class Regions:
+    """Byte offsets of the regions in the meta segment."""
+
+    slabs: int
+    hot: int
+    cold: int
+    namespaces: int
+    namespace_area: int
+    """Bytes of one of the two buffers."""
+    clients: int
+    boards: int
+    total: int
+
+    @classmethod
+    def of(cls, geometry: Geometry) -> "Regions":
+        at = PAGE
+
+        def place(nbytes: int) -> int:
+            nonlocal at
+            start = at
+            at += -(-nbytes // PAGE) * PAGE
+            return start
+
+        slabs = place(geometry.slabs * SLAB_DTYPE.itemsize)
+        hot = place(geometry.max_slots * HOT_DTYPE.itemsize)
+        cold = place(geometry.max_slots * COLD_DTYPE.itemsize)
+        area = min(max(geometry.data_bytes // 64 // PAGE * PAGE, 1 << 18), 8 << 20)
+        namespaces = place(2 * area)
+        clients = place(MAX_CLIENTS * CLIENT_DTYPE.itemsize)
+        boards = place(MAX_CLIENTS * MAX_RANKS * RING * 8)
+        return cls(slabs, hot, cold, namespaces, area, clients, boards, at)
+
+
+# magic, version, page, arena id, data device, data inode, created, five fields of Geometry, meta size
+_HEADER = struct.Struct("<8sII16sQQQ5QQ")
+_SUM = struct.Struct("<Q")
+
+
+@dataclass(frozen=True)
+class Header:
+    """The immutable part of the header page."""
+
+    arena_id: bytes
+    data_device: int
+    data_inode: int
+    created_ns: int
+    geometry: Geometry
+    meta_bytes: int
+
+    def pack(self) -> bytes:
+        g = self.geometry
+        body = _HEADER.pack(
+            MAGIC, FORMAT_VERSION, PAGE, self.arena_id, self.data_device, self.data_inode,
+            self.created_ns, g.data_bytes, g.chunk_size, int(g.separate), g.slab_bytes, g.max_slots,
+            self.meta_bytes,
+        )  # fmt: skip
+        return body + _SUM.pack(xxhash.xxh3_64_intdigest(body))
+
+    @classmethod
+    def unpack(cls, page: bytes) -> "Header":
+        """Read a header page. Raises ValueError saying what is wrong with it."""
+        if len(page) < PAGE:
+            raise ValueError(f"the header has {len(page)} of {PAGE} bytes")
+        fields = _HEADER.unpack_from(page)
+        if fields[0] != MAGIC:
+            raise ValueError("no arena header (wrong magic)")
+        if fields[1] != FORMAT_VERSION:
+            raise ValueError(f"format version {fields[1]}, this program has {FORMAT_VERSION}")
+        if _SUM.unpack_from(page, _HEADER.size)[0] != xxhash.xxh3_64_intdigest(page[: _HEADER.size]):
+            raise ValueError("damaged header (checksum)")
+        data_bytes, chunk_size, separate, slab_bytes, max_slots = fields[7:12]
+        geometry = Geometry(data_bytes, chunk_size, bool(separate), slab_bytes, max_slots)
+        return cls(*fields[3:7], geometry, fields[12])
+
+
+def seal(hot: Table, cold: Table, rows: Rows) -> U64:
+    """Check words over what identifies `rows`, their place and generation. u64[len(rows)].
+
+    Written at commit; a row whose state, key, offset or owner was damaged afterwards does not fit it.
+    """
+    h, c = hot[rows], cold[rows]
+    group = h["group"].astype(np.uint64)
+    chunk = c["chunk"].astype(np.uint64)
+    word = _mix(h["generation"], h["namespace"].astype(np.uint64) | group << np.uint64(32))
+    for part in ("key", "parent", "extra_digest"):
+        word = _mix(_mix(word, c[part][:, 0]), c[part][:, 1])
+    word = _mix(_mix(word, c["salt"]), c["offset"])
+    return _mix(_mix(word, c["slot_bytes"]), c["token_bytes"].astype(np.uint64) | chunk << np.uint64(32))
+
+
+def _mix(a: U64, b: U64) -> U64:
+    word: U64 = (a ^ b) * np.uint64(0x9E3779B97F4A7C15)
+    word ^= word >> np.uint64(29)
+    return word
+
+
+def _floor_power(n: int) -> int:
+    return 1 << max(n, 1).bit_length() - 1

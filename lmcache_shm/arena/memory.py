@@ -1,0 +1,184 @@
+"""Real memory behind the arena: is there room, reserve it, touch it ahead of use."""
+
+import ctypes
+import errno
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lmcache_shm.arena.errors import ArenaError
+from lmcache_shm.arena.layout import PAGE
+
+if TYPE_CHECKING:
+    from lmcache_shm.arena.segment import Arena
+
+SHM_DIR = "/dev/shm"  # noqa: S108  (where POSIX shared memory lives, not a scratch file)
+PIECE = 256 << 20
+"""Bytes reserved between two calls of `progress`."""
+PREFAULT_PIECE = 8 << 20
+_MADV_POPULATE_WRITE = 23  # Linux 5.14
+_UNLIMITED = 1 << 62
+
+Progress = Callable[[int, int], None]
+"""(bytes done, bytes in all)"""
+
+
+@dataclass(frozen=True)
+class Limit:
+    """Something that bounds how much shared memory there can be."""
+
+    what: str
+    free: int
+    remedy: str
+
+
+def limits() -> list[Limit]:
+    """What bounds new shared memory here: /dev/shm itself, memory cgroups, the host's memory."""
+    found = []
+    try:
+        fs = os.statvfs(SHM_DIR)
+        room = Limit(
+            SHM_DIR,
+            fs.f_bavail * fs.f_frsize,
+            "make it larger (container: --shm-size or --ipc=host; host: mount -o remount,size=…)",
+        )
+        if fs.f_blocks:  # a tmpfs mounted with size=0 has no limit and reports zeros
+            found.append(room)
+    except OSError:
+        raise ArenaError(f"there is no {SHM_DIR}; mount a tmpfs there") from None
+    for free in _cgroup_room():
+        remedy = "raise the memory limit of this container or unit (--memory, MemoryMax=)"
+        found.append(Limit("the cgroup's memory limit", free, remedy))
+    available = _meminfo("MemAvailable")
+    if available is not None:
+        found.append(Limit("the host's available memory", available, "free some memory"))
+    return found
+
+
+def check_room(nbytes: int, bounds: Sequence[Limit] | None = None) -> None:
+    """Raise ArenaError naming the remedy if `nbytes` more do not fit."""
+    bounds = limits() if bounds is None else bounds
+    if bounds and (tightest := min(bounds, key=lambda limit: limit.free)).free < nbytes:
+        raise ArenaError(
+            f"the arena and its table need {_size(nbytes)}, but {tightest.what} leaves "
+            f"{_size(tightest.free)}; {tightest.remedy}, or choose a smaller --l1-size-gb"
+        )
+
+
+def reserve(fd: int, nbytes: int, progress: Progress | None = None) -> None:
+    """Give the file of `fd` its size and all its memory. Raises ArenaError.
+
+    Afterwards no write into it can fail for want of space (and none can raise SIGBUS).
+    """
+    try:
+        os.ftruncate(fd, nbytes)
+        for at in range(0, nbytes, PIECE):
+            length = min(PIECE, nbytes - at)
+            os.posix_fallocate(fd, at, length)
+            if progress is not None:
+                progress(at + length, nbytes)
+    except OSError as error:
+        if error.errno == errno.EFBIG:
+            remedy = "raise the file size limit (ulimit -f)"
+        elif error.errno in {errno.ENOSPC, errno.ENOMEM}:
+            remedy = f"make {SHM_DIR} larger (--shm-size, --ipc=host)"
+        else:
+            raise ArenaError(f"cannot reserve {_size(nbytes)}: {error.strerror}") from None
+        raise ArenaError(
+            f"cannot reserve {_size(nbytes)} in {SHM_DIR}: {error.strerror}; {remedy}, "
+            "or choose a smaller --l1-size-gb"
+        ) from None
+
+
+def prefault(arena: "Arena", threads: int, stop: threading.Event) -> list[threading.Thread]:
+    """Touch all pages of the data segment in background threads, so that first use costs nothing.
+
+    Contents are not changed, so serving may go on. Set `stop` and join the threads before
+    `arena.close()`. Progress is in ``arena.live["prefaulted"]`` (bytes).
+    """
+    total = arena.data_bytes
+    pieces = iter(range(0, total, PREFAULT_PIECE))
+    lock = threading.Lock()
+    address = arena.data_array.ctypes.data
+    madvise = ctypes.CDLL(None, use_errno=True).madvise  # mmap.madvise keeps the GIL
+    madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    arena.live["prefaulted"] = 0
+
+    def work() -> None:
+        while not stop.is_set():
+            with lock:
+                at = next(pieces, total)
+            if at >= total:
+                return
+            length = min(PREFAULT_PIECE, total - at)
+            if madvise(address + at, length, _MADV_POPULATE_WRITE):
+                # Old kernel. Reading is enough to allocate the page of a shared mapping.
+                int(arena.data_array[at : at + length : PAGE].max())
+            with lock:
+                arena.live["prefaulted"] += length
+
+    workers = [
+        threading.Thread(target=work, name=f"lmcache-shm-prefault-{i}", daemon=True)
+        for i in range(threads)
+    ]
+    for worker in workers:
+        worker.start()
+    return workers
+
+
+def _cgroup_room() -> Iterator[int]:
+    """Bytes left under each memory limit that applies to this process (cgroup v1 and v2)."""
+    try:
+        lines = Path("/proc/self/cgroup").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return
+    root = Path("/sys/fs/cgroup")
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            mounts, names = (root, root / "unified"), ("memory.max", "memory.current")
+        elif "memory" in controllers.split(","):
+            mounts, names = (root / "memory",), ("memory.limit_in_bytes", "memory.usage_in_bytes")
+        else:
+            continue
+        for mount in mounts:
+            # In a container the path may be the host's; then only the mount's root is ours.
+            place = mount / path.lstrip("/")
+            for folder in (place, *place.parents):
+                if not folder.is_relative_to(mount):
+                    break
+                room = _room_of(folder, *names)
+                if room is not None:
+                    yield room
+
+
+def _room_of(folder: Path, limit_name: str, usage_name: str) -> int | None:
+    try:
+        limit = int((folder / limit_name).read_text())  # "max" is no number
+        usage = int((folder / usage_name).read_text())
+        stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+    except (OSError, ValueError):
+        return None
+    if limit >= _UNLIMITED:
+        return None
+    prefix = "total_" if "total_inactive_file" in stat else ""
+    cache = sum(int(stat.get(f"{prefix}{kind}_file", 0)) for kind in ("inactive", "active"))
+    return max(limit - usage + cache, 0)
+
+
+def _meminfo(name: str) -> int | None:
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return None
+    for line in lines:
+        if line.startswith(name + ":"):
+            return int(line.split()[1]) << 10
+    return None
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes / 2**30:.2f} GiB" if nbytes >= 1 << 30 else f"{nbytes / 2**20:.1f} MiB"

@@ -1,0 +1,1 @@
+"""MEANING: which slot holds what. Used by the server; keys and hits also by the engine side."""

@@ -1,0 +1,214 @@
+"""Namespaces: everything that must match for bytes to be exchangeable, and where that is written down."""
+
+import json
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import xxhash
+
+from lmcache_shm.arena.allocator import slot_class
+from lmcache_shm.arena.segment import Arena
+from lmcache_shm.catalog.hits import ChunkedLocal, Full, Recurrent, Rule, Window
+from lmcache_shm.catalog.keys import seed
+
+MAX_NAMESPACES = 4096
+
+
+class CatalogError(Exception):
+    """A request that cannot be met; one line with what to change."""
+
+
+@dataclass(frozen=True)
+class GroupSpec:
+    """One object group. `slot_bytes` of one chunk over all ranks; `info` is for people (kinds, layers, …)."""
+
+    name: str
+    rule: Rule
+    slot_bytes: int
+    info: Mapping[str, Any] = field(default_factory=dict, compare=False)
+
+
+@dataclass(eq=False)
+class Group:
+    """A group at work. `index`: key → row of committed and reserved slots that were not cleared."""
+
+    number: int
+    spec: GroupSpec
+    index: dict[bytes, int] = field(default_factory=dict)
+    size: int = 0
+    """slot_bytes in whole pages: its class."""
+    full: bool = False
+    hits: int = 0
+    misses: int = 0
+    commits: int = 0
+    evictions: int = 0
+
+    def __post_init__(self) -> None:
+        self.size = slot_class(self.spec.slot_bytes)
+        self.full = isinstance(self.spec.rule, Full)
+
+
+@dataclass(eq=False)
+class Namespace:
+    """`id` is never used for another namespace in the same arena. `users`: sessions registered for it."""
+
+    id: int
+    descriptor: bytes
+    chunk_size: int
+    groups: list[Group]
+    users: int = 0
+    hits: int = 0
+    misses: int = 0
+    last_tick: int = 0
+
+    @property
+    def key(self) -> bytes:
+        """Parent key of its first chunks."""
+        return seed(self.descriptor)
+
+    @property
+    def identity(self) -> tuple[Any, ...]:
+        return self.descriptor, self.chunk_size, tuple(group.spec for group in self.groups)
+
+    @property
+    def empty(self) -> bool:
+        return not any(group.index for group in self.groups)
+
+
+def canonical(facts: Mapping[str, Any]) -> bytes:
+    """The descriptor of a namespace: sorted JSON, the same bytes for equal facts."""
+    text = json.dumps(facts, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+    return text.encode()
+
+
+def describe(descriptor: bytes) -> dict[str, Any]:
+    """The facts of a descriptor; {"descriptor": hex} if it is none of ours."""
+    try:
+        facts = json.loads(descriptor)
+    except ValueError:
+        facts = None
+    return facts if isinstance(facts, dict) else {"descriptor": descriptor.hex()}
+
+
+def differences(one: bytes, other: bytes) -> list[str]:
+    """What keeps two namespaces apart, one line per fact."""
+    a, b = _flat("", describe(one)), _flat("", describe(other))
+    return [
+        f"{name}: {a.get(name, 'absent')!r} and {b.get(name, 'absent')!r}"
+        for name in sorted(a.keys() | b.keys())
+        if a.get(name, ...) != b.get(name, ...)
+    ]
+
+
+def _flat(prefix: str, facts: Mapping[str, Any]) -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in facts.items():
+        if isinstance(value, dict):
+            flat.update(_flat(f"{prefix}{name}.", value))
+        else:
+            flat[prefix + name] = value
+    return flat
+
+
+# ------------------------------------------------------------------------------- in the meta segment
+class _Record(msgspec.Struct, array_like=True):
+    id: int
+    descriptor: bytes
+    chunk_size: int
+    groups: list[tuple[str, str, int, int, dict[str, Any]]]  # name, rule, its parameter, bytes, info
+
+
+class _Blob(msgspec.Struct, array_like=True):
+    next_id: int
+    namespaces: list[_Record]
+
+
+_HEAD = struct.Struct("<QQQ")  # sequence number, length, xxh3 of both and the body
+_RULES: dict[str, Any] = {
+    "full": lambda _: Full(),
+    "window": Window,
+    "chunked_local": ChunkedLocal,
+    "recurrent": lambda _: Recurrent(),
+}
+
+
+def rule_words(rule: Rule) -> tuple[str, int]:
+    """A rule as (name, parameter): "window", 128."""
+    match rule:
+        case Full():
+            return "full", 0
+        case Window(tokens):
+            return "window", tokens
+        case ChunkedLocal(tokens):
+            return "chunked_local", tokens
+        case Recurrent():
+            return "recurrent", 0
+
+
+class NamespaceStore:
+    """Two buffers in the meta segment; the one with the higher sequence number and a good sum counts.
+
+    A server killed while it writes one leaves the other.
+    """
+
+    def __init__(self, arena: Arena) -> None:
+        self._meta = arena.meta
+        self._start = arena.regions.namespaces
+        self._area = arena.regions.namespace_area
+
+    def save(self, next_id: int, namespaces: list[Namespace]) -> None:
+        """Raises CatalogError if they do not fit."""
+        records = [
+            _Record(ns.id, ns.descriptor, ns.chunk_size, [_words(g.spec) for g in ns.groups])
+            for ns in namespaces
+        ]
+        body = msgspec.msgpack.encode(_Blob(next_id, records))
+        if _HEAD.size + len(body) > self._area:
+            raise CatalogError(
+                f"the descriptors of {len(namespaces)} namespaces take {len(body)} bytes, there is "
+                f"room for {self._area}; clear some, or start the server with a larger --l1-size-gb"
+            )
+        sequence = max((self._read(i) or (0, b""))[0] for i in (0, 1)) + 1
+        at = self._start + sequence % 2 * self._area
+        self._meta[at : at + _HEAD.size] = bytes(_HEAD.size)  # never a head with another body
+        self._meta[at + _HEAD.size : at + _HEAD.size + len(body)] = body
+        head = _HEAD.pack(sequence, len(body), _sum(sequence, body))
+        self._meta[at : at + _HEAD.size] = head
+
+    def load(self) -> tuple[int, list[Namespace]]:
+        """(next id, namespaces) as last saved; (1, []) for a fresh arena. Raises CatalogError when damaged."""
+        found = [entry for entry in (self._read(0), self._read(1)) if entry is not None]
+        if not found:
+            if any(self._meta[self._start : self._start + 2 * self._area]):
+                raise CatalogError("the table of namespaces is damaged")
+            return 1, []
+        blob = msgspec.msgpack.decode(max(found)[1], type=_Blob)
+        return blob.next_id, [
+            Namespace(r.id, r.descriptor, r.chunk_size, _groups(r)) for r in blob.namespaces
+        ]
+
+    def _read(self, i: int) -> tuple[int, bytes] | None:
+        at = self._start + i * self._area
+        sequence, length, check = _HEAD.unpack(self._meta[at : at + _HEAD.size])
+        if not 0 < length <= self._area - _HEAD.size:
+            return None
+        body = self._meta[at + _HEAD.size : at + _HEAD.size + length]
+        return (sequence, body) if check == _sum(sequence, body) else None
+
+
+def _sum(sequence: int, body: bytes) -> int:
+    return xxhash.xxh3_64_intdigest(body, seed=sequence)
+
+
+def _words(spec: GroupSpec) -> tuple[str, str, int, int, dict[str, Any]]:
+    return (spec.name, *rule_words(spec.rule), spec.slot_bytes, dict(spec.info))
+
+
+def _groups(record: _Record) -> list[Group]:
+    return [
+        Group(i, GroupSpec(name, _RULES[rule](parameter), nbytes, info))
+        for i, (name, rule, parameter, nbytes, info) in enumerate(record.groups)
+    ]

@@ -1,0 +1,161 @@
+"""How fast pages move between KV cache memory and the arena, beside plain memcpy in the same run.
+
+Every round times memcpy, store and load one after the other, so that a noisy neighbour hits all
+three; the ratio of a round is what is trusted, its median is reported. Payload memory is a memfd
+mapped shared: the same kernel code as the arena, and nothing to clean up if the run is killed.
+"""
+
+import gc
+import mmap
+import os
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from lmcache_shm.arena.layout import HOT_DTYPE, SlotState
+from lmcache_shm.cli.bench_shapes import MIB, KvMemory, LayerGroup, Shape
+from lmcache_shm.transfer.cpu import CpuEngine
+from lmcache_shm.transfer.engine import CopyItem, CopyJob, JobKind, PageRun
+
+Bytes = npt.NDArray[np.uint8]
+Row = dict[str, Any]
+TARGET_BYTES = 256 * MIB
+"""Moved per timed copy: far beyond any last-level cache share."""
+GENERATION = 1
+
+
+class BenchArena:
+    """Payload memory and a slot table without a server."""
+
+    arena_id = b"bench"
+
+    def __init__(self, fd: int, nbytes: int, slots: int) -> None:
+        self.data_array: Bytes = np.frombuffer(mmap.mmap(fd, nbytes), dtype=np.uint8)
+        self.hot: npt.NDArray[Any] = np.zeros(slots, dtype=HOT_DTYPE)
+        self.hot["generation"] = GENERATION
+
+
+def measure_group(group: LayerGroup, rounds: int, threads: Sequence[int]) -> list[Row]:
+    """One row per thread count for one group's slots."""
+    slot_bytes = group.layers * group.page_bytes * (group.stored_pages or group.pages_per_chunk)
+    kv = KvMemory(group, max(2, min(64, TARGET_BYTES // slot_bytes)))
+    slots, region = len(kv.block_ids), -(-kv.layout.region_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+    fd = os.memfd_create("lmcache-shm-bench")
+    try:
+        os.posix_fallocate(fd, 0, slots * region)
+        arena = BenchArena(fd, slots * region, slots)
+        arena.data_array[:] = 0  # what the server's prefault has done before anyone stores
+        first = _first_store(fd, kv, slots, region)
+        rows = [_measure(arena, kv, region, rounds, n) for n in threads]
+    finally:
+        os.close(fd)
+    for row in rows:
+        row["slot_mib"] = slot_bytes / MIB
+        row["page_kib"] = group.page_bytes / 1024
+        row["lane_kib"] = kv.layout.parts[0].pages.lanes[0].nbytes / 1024
+        row["slots"] = slots
+    rows[0].update(first)
+    rows[0]["first_store_ratio"] = first["first_store_gbs"] / rows[0]["memcpy_gbs"]
+    return rows
+
+
+def _measure(arena: BenchArena, kv: KvMemory, region: int, rounds: int, threads: int) -> Row:
+    engine = CpuEngine(arena, [kv.layout], threads, populate=False)
+    pool = ThreadPoolExecutor(threads)
+    moved = kv.block_ids.size * kv.layout.parts[0].pages.page_bytes
+    times: dict[str, list[float]] = {"memcpy": [], "store": [], "load": []}
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        for round_ in range(rounds + 1):
+            taken = {
+                "memcpy": _timed(lambda: _memcpy(pool, arena.data_array, kv, region, threads)),
+                "store": _timed(lambda: _copy(engine, arena, kv, region, "store")),
+                "load": _timed(lambda: _copy(engine, arena, kv, region, "load")),
+            }
+            if round_:  # the first round warms caches and page tables
+                for name, seconds in taken.items():
+                    times[name].append(seconds)
+    finally:
+        engine.close()
+        pool.shutdown()
+        if was_enabled:
+            gc.enable()
+    row: Row = {"threads": threads, "bytes": moved}
+    for name, seconds in times.items():
+        row[f"{name}_gbs"] = moved / statistics.median(seconds) / 1e9
+        if name != "memcpy":
+            pairs = zip(times["memcpy"], seconds, strict=True)
+            row[f"{name}_ratio"] = statistics.median(base / ours for base, ours in pairs)
+    return row
+
+
+def _timed(action: Callable[[], None]) -> float:
+    start = time.perf_counter()
+    action()
+    return time.perf_counter() - start
+
+
+def _memcpy(
+    pool: ThreadPoolExecutor, target: Bytes, kv: KvMemory, region: int, threads: int
+) -> None:
+    """The same number of bytes, slot by slot, both sides contiguous."""
+    size = kv.pages * kv.layout.parts[0].pages.page_bytes
+
+    def some(start: int) -> None:
+        for slot in range(start, len(kv.block_ids), threads):
+            source = kv.memory[2 * slot * size : (2 * slot + 1) * size]
+            target[slot * region : slot * region + size] = source
+
+    list(pool.map(some, range(threads)))
+
+
+def _copy(engine: CpuEngine, arena: BenchArena, kv: KvMemory, region: int, kind: JobKind) -> None:
+    arena.hot["state"] = SlotState.RESERVED if kind == "store" else SlotState.COMMITTED
+    items = [
+        CopyItem(slot, slot * region, GENERATION, 0, [PageRun(0, 0, ids)])
+        for slot, ids in enumerate(kv.block_ids)
+    ]
+    engine.submit(CopyJob(1, kind, items))
+    engine.drain(60.0)
+    (result,) = engine.poll()
+    if not result.ok:
+        raise RuntimeError(f"{kind} failed: {result.reason}")
+
+
+def _first_store(fd: int, kv: KvMemory, slots: int, region: int) -> Row:
+    """A new process's first store into slots that the server has prefaulted, best of three."""
+    moved = kv.block_ids.size * kv.layout.parts[0].pages.page_bytes
+    stores, fills = [], []
+    for _ in range(3):
+        arena = BenchArena(fd, slots * region, slots)
+        engine = CpuEngine(arena, [kv.layout])
+        start = time.perf_counter()
+        if engine.page_tables is not None:
+            engine.page_tables.join(60.0)
+        filled = time.perf_counter()
+        _copy(engine, arena, kv, region, "store")
+        fills.append(filled - start)
+        stores.append(time.perf_counter() - filled)
+        engine.close()
+    return {
+        "first_store_gbs": moved / min(stores) / 1e9,
+        "page_tables_s_per_gb": min(fills) / (slots * region / 1e9),
+    }
+
+
+def run(shapes: Sequence[Shape], rounds: int, step: Callable[[str], None]) -> list[Row]:
+    """All rows of all groups; ``step`` is called with a label before each group."""
+    threads = [1, 2] if (os.cpu_count() or 1) > 1 else [1]
+    rows = []
+    for shape in shapes:
+        for group in shape.groups:
+            label = shape.name if len(shape.groups) == 1 else f"{shape.name}: {group.name}"
+            step(label)
+            rows += [{"case": label, **row} for row in measure_group(group, rounds, threads)]
+    return rows

@@ -1,0 +1,148 @@
+"""The host's side of `doctor`: shared memory, limits of the container and the user, pages, NUMA."""
+
+import os
+import re
+import resource
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from lmcache_shm.arena.errors import ArenaError
+from lmcache_shm.arena.memory import SHM_DIR, Limit, check_room, limits
+from lmcache_shm.cli.figures import size
+from lmcache_shm.cli.findings import Finding, note, ok, problem
+
+DOCKER_DEFAULT_SHM = 64 << 20
+FEW_FILES = 1024
+"""A server has up to three descriptors per connection, and 128 connections."""
+
+
+def examine_host(wanted_bytes: int, *, running: bool, root: Path = Path("/")) -> Iterator[Finding]:
+    """Can a server of `wanted_bytes` start here, and will it be quick? `running`: one has its memory already."""
+    yield from shared_memory(wanted_bytes, running=running)
+    yield from users()
+    yield from user_limits(wanted_bytes, gpu=(root / "proc/driver/nvidia/version").exists())
+    yield from huge_pages(root)
+    yield from numa(root)
+
+
+def shared_memory(
+    wanted_bytes: int, *, running: bool, bounds: Sequence[Limit] | None = None, total: int | None = None
+) -> Iterator[Finding]:
+    """`bounds` and `total` replace what this host says."""
+    area = "shared memory"
+    try:
+        bounds = limits() if bounds is None else bounds
+        if total is None:
+            facts = os.statvfs(SHM_DIR)
+            total = facts.f_blocks * facts.f_frsize
+    except (ArenaError, OSError) as error:
+        yield problem(area, str(error), f"mount -t tmpfs -o size=80% tmpfs {SHM_DIR}")
+        return
+    if total == DOCKER_DEFAULT_SHM:
+        yield problem(
+            area,
+            f"{SHM_DIR} has {size(total)}, the default of a container",
+            "docker run --shm-size=64g …   (Compose: shm_size: 64g; Kubernetes: an emptyDir of medium "
+            f"Memory at {SHM_DIR})",
+        )
+    else:
+        yield ok(area, f"{SHM_DIR} has {size(total)}" if total else f"{SHM_DIR} has no limit of its own")
+    for limit in bounds:
+        yield ok(area, f"{limit.what}: {size(limit.free)} left")
+    if running:
+        return
+    try:
+        check_room(wanted_bytes, bounds)
+    except ArenaError as error:
+        text = str(error)
+        fits = min(limit.free for limit in bounds) * 9 // 10
+        smaller = f"lmcache-shm server --l1-size-gb {max(fits / 2**30, 0.0625):.2g}"
+        yield problem(area, f"a server of {size(wanted_bytes)} would not start: {text}", smaller)
+
+
+def users(most: int = 4) -> Iterator[Finding]:
+    """The largest files in /dev/shm, and which processes have them mapped."""
+    found = []
+    try:
+        for entry in os.scandir(SHM_DIR):
+            if entry.is_file(follow_symlinks=False):
+                found.append((entry.stat(follow_symlinks=False).st_blocks * 512, entry.name))
+    except OSError:
+        return
+    mapped = _mapped({name for _, name in found})
+    for nbytes, name in sorted(found, reverse=True)[:most]:
+        if nbytes >= 1 << 20:
+            who = ", ".join(f"{command} ({pid})" for pid, command in mapped.get(name, [])[:3])
+            yield ok("shared memory", f"{SHM_DIR}/{name}: {size(nbytes)}, mapped by {who or 'nobody we can see'}")
+
+
+def _mapped(names: set[str]) -> dict[str, list[tuple[int, str]]]:
+    """name in /dev/shm → (pid, command) of the processes that have it mapped, where we may look."""
+    found: dict[str, list[tuple[int, str]]] = {}
+    for entry in os.scandir("/proc"):
+        if not entry.name.isdigit():
+            continue
+        try:
+            maps = Path(entry.path, "maps").read_text(encoding="utf-8", errors="replace")
+            command = Path(entry.path, "comm").read_text(encoding="utf-8", errors="replace").strip()
+        except OSError:
+            continue
+        for name in {m for m in re.findall(rf"{SHM_DIR}/(\S+)", maps) if m in names}:
+            found.setdefault(name, []).append((int(entry.name), command))
+    return found
+
+
+def user_limits(wanted_bytes: int, *, gpu: bool) -> Iterator[Finding]:
+    area = "limits"
+    files = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+    if files != resource.RLIM_INFINITY and files < wanted_bytes:
+        yield problem(
+            area, f"the file size limit is {size(files)}, less than the arena", "ulimit -f unlimited"
+        )
+    descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if descriptors < FEW_FILES:
+        yield problem(area, f"only {descriptors} open files are allowed", f"ulimit -n {FEW_FILES}")
+    else:
+        yield ok(area, f"{descriptors} open files are allowed")
+    locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    if locked == resource.RLIM_INFINITY:
+        yield ok(area, "locked memory is not limited")
+    elif gpu and locked < wanted_bytes:
+        yield note(
+            area,
+            f"locked memory is limited to {size(locked)}; where the driver counts pinned memory, "
+            "copies to and from the GPU stay pageable and slow (the engine logs it)",
+            "ulimit -l unlimited   (docker run --ulimit memlock=-1; systemd: LimitMEMLOCK=infinity)",
+        )
+    else:
+        yield ok(area, f"locked memory is limited to {size(locked)}, which matters with a GPU only")
+
+
+def huge_pages(root: Path = Path("/")) -> Iterator[Finding]:
+    place = root / "sys/kernel/mm/transparent_hugepage/shmem_enabled"
+    try:
+        chosen = re.search(r"\[(\w+)\]", place.read_text(encoding="ascii"))
+    except OSError:
+        return
+    mode = chosen[1] if chosen else "unknown"
+    if mode in {"always", "within_size", "force"}:
+        yield ok("pages", f"huge pages for shared memory: {mode}")
+    else:
+        yield note(
+            "pages",
+            f"huge pages for shared memory: {mode}; large copies can be a little faster with them",
+            f"echo within_size | sudo tee /{place.relative_to(root)}   (before the server starts)",
+        )
+
+
+def numa(root: Path = Path("/")) -> Iterator[Finding]:
+    nodes = list((root / "sys/devices/system/node").glob("node[0-9]*"))
+    if len(nodes) > 1:
+        yield note(
+            "NUMA",
+            f"{len(nodes)} NUMA nodes: an arena on one of them is slower for GPUs at the others",
+            "numactl --interleave=all lmcache-shm server …   (or one server per node with --instance "
+            "and numactl --cpunodebind=N --membind=N)",
+        )
+    elif nodes:
+        yield ok("NUMA", "one NUMA node")

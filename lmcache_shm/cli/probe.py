@@ -1,0 +1,230 @@
+"""``lmcache-shm probe MODEL``: the unified block size N, the KV cache groups, and what to type.
+
+vLLM's own configuration decides, in a process of its own (:mod:`lmcache_shm.vllm.resolve`): no
+engine, no weights, no GPU. This module starts it, and turns its answer into advice.
+"""
+
+import json
+import math
+import shlex
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+AUTO_CHUNK_FROM = 256  # tokens; `--chunk-size auto` takes the smallest admissible size from here on
+KIND = {
+    "full_attention": "full",
+    "sink_full_attention": "full, sinks",
+    "mla_attention": "full, MLA",
+    "sliding_window": "window",
+    "sliding_window_mla": "window, MLA",
+    "chunked_local_attention": "chunked local",
+    "mamba": "recurrent state",
+}
+
+
+class ProbeError(RuntimeError):
+    """vLLM could not resolve the model here; the text says why."""
+
+
+@dataclass(frozen=True)
+class Advice:
+    """What follows from the groups. All sizes in tokens."""
+
+    n: int
+    """Unified block size: the smallest number of tokens that ends a block in every group."""
+    chunk_sizes: list[int]
+    """The smallest admissible chunk sizes; empty if there is none."""
+    auto_chunk: int
+    """What ``--chunk-size auto`` resolves to; 0 if no chunk size is admissible."""
+    max_num_batched_tokens: int | None
+    """Step budget for recurrent models, else None."""
+    warnings: list[str]
+    server: str
+    engine: str
+
+
+def resolve(model: str, args: list[str], platform: str = "auto", timeout_s: float = 600) -> Any:
+    """Facts of :func:`lmcache_shm.vllm.resolve.facts` for ``vllm serve MODEL ARGS``.
+
+    Raises ProbeError with vLLM's own reason.
+    """
+    with tempfile.TemporaryDirectory(prefix="lmcache-shm-probe-") as folder:
+        request, answer, log = (Path(folder) / name for name in ("request", "answer", "log"))
+        request.write_text(json.dumps({"model": model, "args": args, "platform": platform}))
+        command = [sys.executable, "-m", "lmcache_shm.vllm.resolve", str(request), str(answer)]
+        with log.open("wb") as output:
+            try:
+                subprocess.run(
+                    command, stdout=output, stderr=output, timeout=timeout_s, check=False
+                )
+            except subprocess.TimeoutExpired:
+                raise ProbeError(f"vLLM did not resolve {model} in {timeout_s:.0f} s") from None
+        if not answer.exists():
+            raise ProbeError(_last_words(log.read_text(errors="replace")))
+        result = json.loads(answer.read_text())
+    if "error" in result:
+        raise ProbeError(result["error"])
+    return result
+
+
+def _last_words(log: str) -> str:
+    """The line of a dead process's output that tells most."""
+    if "No module named 'vllm'" in log:
+        return (
+            "vLLM is not installed in this environment; run probe where vLLM is: pip install vllm"
+        )
+    lines = [line.strip() for line in log.splitlines() if line.strip()]
+    told = [line for line in lines if "error:" in line or "Error" in line] or lines
+    return told[-1] if told else "vLLM's configuration ended without a word"
+
+
+def advise(model: str, args: list[str], facts: Any) -> Advice:
+    """N, admissible chunk sizes and the command lines for the facts of one model."""
+    groups = [group for group in facts["groups"] if group["cacheable"]]
+    n = math.lcm(*(group["tokens_per_block"] for group in groups)) if groups else 0
+    local = [group["attention_chunk"] for group in groups if group["attention_chunk"]]
+    # A chunk must not straddle a chunked-local layer's reach, else its pages are not there to store.
+    sizes = [size for size in (n * k for k in range(1, 65)) if all(a % size == 0 for a in local)]
+    sizes = sizes if n else []
+    auto = next((s for s in sizes if s >= AUTO_CHUNK_FROM), sizes[-1] if sizes else 0)
+    recurrent = any(group["kind"] == "mamba" for group in groups)
+    # vLLM ends prefill steps on multiples of N. A budget under 2N makes every boundary such an
+    # end; N itself would leave a prefill waiting as long as any other request decodes.
+    budget = 2 * n - 1 if recurrent else None
+    return Advice(
+        n=n,
+        chunk_sizes=sizes[:4],
+        auto_chunk=auto,
+        max_num_batched_tokens=budget,
+        warnings=_warnings(facts, n, auto),
+        server=f"lmcache-shm server --chunk-size {auto or 'auto'} --l1-size-gb 4",
+        engine=_engine_line(model, args, budget),
+    )
+
+
+def _engine_line(model: str, args: list[str], budget: int | None) -> str:
+    line = ["vllm", "serve", model, *args]
+    typed = {word.split("=")[0].replace("_", "-") for word in args}
+    if not typed & {"--enable-prefix-caching", "--no-enable-prefix-caching"}:
+        line.append("--enable-prefix-caching")
+    if budget is not None:
+        if "--mamba-cache-mode" not in typed:
+            line += ["--mamba-cache-mode", "align"]
+        if "--max-num-batched-tokens" not in typed:
+            line += ["--max-num-batched-tokens", str(budget)]
+    transfer = {
+        "kv_connector": "LMCacheShmConnector",
+        "kv_connector_module_path": "lmcache_shm.vllm",
+        "kv_role": "kv_both",
+    }
+    line += ["--kv-transfer-config", json.dumps(transfer, separators=(",", ":"))]
+    return shlex.join(line)
+
+
+def _warnings(facts: Any, n: int, auto: int) -> list[str]:
+    said = []
+    if facts["device_assumed"]:
+        said.append(
+            f"no such GPU here: {facts['device']}. The attention backend, and so N, may differ on "
+            "your machine; run probe there to be sure"
+        )
+    if not facts["prefix_caching"]:
+        said.append(
+            "vLLM has prefix caching off for this model, platform and arguments; a cache needs it on"
+        )
+    if facts["recurrent"] and facts["mamba_cache_mode"] != "align":
+        said.append(
+            f"mamba cache mode is {facts['mamba_cache_mode']}; use --enable-prefix-caching "
+            "--mamba-cache-mode align"
+        )
+    if facts["groups"] and n and not auto:
+        said.append("no chunk size is a multiple of N and divides the local attention chunk")
+    if not n:
+        said.append("no KV cache group of this model can be cached")
+    if n > facts["max_model_len"]:
+        said.append(f"no prompt is as long as one block: --max-model-len {facts['max_model_len']}")
+    return said
+
+
+def show(facts: Any, advice: Advice, console: Console) -> None:
+    """Print it for people."""
+    where = f"{facts['platform']} ({facts['device']})" if facts["device"] else facts["platform"]
+    if facts["platform"] == facts["device"]:
+        where = f"{facts['platform']} (this machine)"
+    console.print(f"{facts['architecture']}, {facts['dtype']}, KV cache {facts['kv_cache_dtype']}")
+    console.print(
+        f"vLLM {facts['vllm']}, resolved for {where}; {', '.join(facts['backends'])}",
+        soft_wrap=True,
+    )
+    console.print(f"\nN = {advice.n} tokens (unified block size)\n", style="bold")
+    table = Table(box=None, pad_edge=False)
+    table.add_column("group")
+    table.add_column("kind", no_wrap=True)
+    for name in ("window", "block size", "layers", "bytes per block", "per token"):
+        table.add_column(name, justify="right")
+    for group in facts["groups"]:
+        kind = KIND.get(group["kind"], group["kind"])
+        state = group["kind"] == "mamba"
+        table.add_row(
+            str(group["group"]),
+            kind if group["cacheable"] else f"{kind} (scratch, not cached)",
+            str(group["window"] or group["attention_chunk"] or "-"),
+            str(group["block_size"]),
+            str(len(group["layers"])),
+            f"{group['content_bytes']:,}",
+            "-" if state else f"{group['content_bytes'] / group['tokens_per_block']:,.0f}",
+        )
+    console.print(table)
+    if advice.chunk_sizes:
+        sizes = ", ".join(map(str, advice.chunk_sizes))
+        console.print(f"\nchunk sizes: {sizes}, … (auto: {advice.auto_chunk})")
+    if advice.max_num_batched_tokens:
+        console.print(
+            f"step budget: {advice.n} ≤ max_num_batched_tokens < {2 * advice.n}, so that every "
+            'boundary is cached; any from N on with "lmcache_shm.mamba_steps": "any"',
+            soft_wrap=True,
+        )
+    for warning in advice.warnings:
+        console.print(f"note: {warning}", style="yellow", soft_wrap=True)
+    # Not through the console: it would wrap the lines that are to be pasted.
+    print(f"\n{advice.server}\n{advice.engine}")
+
+
+def probe(
+    context: typer.Context,
+    model: Annotated[str, typer.Argument(help="Name or directory of the model.")],
+    platform: Annotated[
+        str, typer.Option(help="auto, cpu, or cuda:MAJOR.MINOR (no GPU needed: it is assumed).")
+    ] = "auto",
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+) -> None:
+    """Find the block size N and the KV cache groups of a model, without starting an engine.
+
+    Further options are those of `vllm serve`, such as --tensor-parallel-size or --kv-cache-dtype.
+    """
+    args = list(context.args)
+    console = Console(stderr=True)
+    if platform not in {"auto", "cpu"} and not platform.startswith("cuda"):
+        raise typer.BadParameter("auto, cpu, cuda or cuda:MAJOR.MINOR", param_hint="--platform")
+    try:
+        facts = resolve(model, args, platform)
+    except ProbeError as error:
+        console.print(f"lmcache-shm probe: {error}", style="red", markup=False, soft_wrap=True)
+        raise typer.Exit(1) from None
+    advice = advise(model, args, facts)
+    if as_json:
+        print(json.dumps({"model": model, "args": args, **facts, **advice.__dict__}))
+    else:
+        show(facts, advice, Console())
+
+
+PROBE_CONTEXT = {"allow_extra_args": True, "ignore_unknown_options": True}
+"""Settings with which :func:`probe` is registered: what it does not know goes to vLLM."""

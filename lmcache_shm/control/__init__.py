@@ -1,0 +1,1 @@
+"""SOCKET: the control socket. Prefix keys, slot numbers and leases; never payload bytes."""

@@ -1,0 +1,99 @@
+"""Who is at the other end of a socket, and is that very process still there? (pids are reused)"""
+
+import os
+import select
+import socket
+import struct
+from pathlib import Path
+
+SO_PEERPIDFD = 77  # Linux 6.5; socket.SO_PEERPIDFD only in later Pythons
+_UCRED = struct.Struct("3i")
+
+
+def peer_credentials(sock: socket.socket) -> tuple[int, int]:
+    """(pid, uid) of the process that connected; pid 0 when it lives in another pid namespace."""
+    raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
+    pid, uid, _ = _UCRED.unpack(raw)
+    return pid, uid
+
+
+def stat(pid: int) -> tuple[str, int]:
+    """(state letter, start time in clock ticks since boot) from /proc; ("", 0) when there is none."""
+    try:
+        line = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return "", 0
+    fields = line.rpartition(")")[2].split()  # the command's name may hold anything
+    return fields[0], int(fields[19])
+
+
+class Process:
+    """One process, by pid and start time, and by pidfd where the kernel has one.
+
+    `start` 0 means unknown (the process is out of sight, in another pid namespace).
+    """
+
+    def __init__(self, pid: int, start: int, pidfd: int = -1) -> None:
+        self.pid = pid
+        self.start = start
+        self._pidfd = pidfd
+
+    @classmethod
+    def of_peer(cls, sock: socket.socket) -> "Process":
+        pid, _ = peer_credentials(sock)
+        pidfd = -1
+        try:  # from the socket: exact even if the pid was reused meanwhile, and across namespaces
+            pidfd = sock.getsockopt(socket.SOL_SOCKET, SO_PEERPIDFD)
+        except OSError:
+            pidfd = _open(pid)
+        return cls(pid, stat(pid)[1] if pid > 0 else 0, pidfd)
+
+    @classmethod
+    def of_record(cls, pid: int, start: int) -> "Process":
+        """A process that an earlier server wrote down."""
+        process = cls(pid, start, _open(pid))
+        if not process.alive():
+            process.close()
+        return process
+
+    def alive(self) -> bool:
+        """False once it has ended, so that nothing of it can write any more. Out of sight counts as alive."""
+        if self._pidfd >= 0:
+            poll = select.poll()
+            poll.register(self._pidfd, select.POLLIN)
+            if poll.poll(0):  # ready when the last thread is gone
+                return False
+        if self.pid <= 0:
+            return True
+        state, start = stat(self.pid)
+        # A dead leader ("Z") may have live threads; only the pidfd knows.
+        gone = {""} if self._pidfd >= 0 else {"", "Z", "X"}
+        return state not in gone and self.start in {0, start}
+
+    def running(self) -> bool:
+        """Alive and not stopped (SIGSTOP, debugger): its copies are making progress or are over."""
+        if not self.alive():
+            return False
+        return self.pid <= 0 or stat(self.pid)[0] not in {"T", "t"}
+
+    def same(self, other: "Process") -> bool:
+        return (self.pid, self.start) == (other.pid, other.start)
+
+    def duplicate(self) -> "Process":
+        """The same process, with a pidfd of its own to close."""
+        pidfd = os.dup(self._pidfd) if self._pidfd >= 0 else -1
+        return Process(self.pid, self.start, pidfd)
+
+    def close(self) -> None:
+        if self._pidfd >= 0:
+            os.close(self._pidfd)
+            self._pidfd = -1
+
+
+def _open(pid: int) -> int:
+    if pid > 0:
+        try:
+            return os.pidfd_open(pid)
+        except (OSError, AttributeError):
+            pass
+    return -1

@@ -1,0 +1,1 @@
+"""Moving bytes between KV cache blocks and the arena."""

@@ -1,0 +1,144 @@
+"""Pure planning for the stream engine: which bytes, in which pieces, by which back end."""
+
+from typing import Literal, get_args
+
+import numpy as np
+
+from lmcache_shm.transfer.bundles import Bundle, Ids, consecutive
+from lmcache_shm.transfer.device import Addresses, Ranges, Rows
+
+GIB = 1 << 30
+LARGEST_PIECE = 64 * GIB
+"""A single registration of 512 GiB and more fails in today's drivers, and late; stay far below."""
+PIECE_ALIGN = 64 << 20
+"""Slabs are powers of two up to this size, so a multiple of it never cuts one."""
+
+Backend = Literal["batch", "kernel", "rows", "ranges"]
+Wish = Literal["auto", "batch", "kernel", "rows", "ranges"]
+WISHES = get_args(Wish)
+
+KERNEL_BELOW = {"load": 28 << 10, "store": 0}
+"""Mean range size under which the kernel is chosen by itself. Published for H100 (vLLM): loads gain below
+28 KiB, stores never do. ``lmcache-shm bench transfer --device cuda`` measures it for the GPU at hand."""
+KERNEL_MIN_RANGES = 16
+
+
+def plan_pieces(
+    nbytes: int, first: int = GIB // 4, largest: int = 8 * GIB, align: int = PIECE_ALIGN
+) -> list[tuple[int, int]]:
+    """Cut ``nbytes`` of arena into (start, end) offsets to be registered one after the other.
+
+    Pieces double from ``first`` to ``largest``: the slabs that are used first are pinned within
+    a second, and no call holds the driver for long. All ends but the last are multiples of ``align``.
+    """
+    if not 0 < first <= largest <= LARGEST_PIECE or first % align or largest % align:
+        raise ValueError(f"pieces of {first} to {largest} bytes: not ≤ 64 GiB or not aligned")
+    pieces, start, size = [], 0, first
+    while start < nbytes:
+        end = min(start + size, nbytes)
+        pieces.append((start, end))
+        start, size = end, min(size * 2, largest)
+    return pieces
+
+
+def page_ranges(bundle: Bundle, region: int, first: int, ids: Ids) -> Ranges:
+    """Every page of ``ids`` in every lane, lane by lane; ``region`` is the host address of the region."""
+    lanes = np.arange(bundle.lanes, dtype=np.int64)[:, None]
+    pages = np.arange(first, first + len(ids), dtype=np.int64)
+    device = bundle.base + lanes * bundle.spacing + ids * bundle.block_stride
+    host = region + bundle.segment + lanes * bundle.segment_spacing + pages * bundle.nbytes
+    return Ranges(device.ravel(), host.ravel(), np.full(device.size, bundle.nbytes, np.int64))
+
+
+def join(parts: list[Ranges]) -> Ranges:
+    """One after the other."""
+    if len(parts) == 1:
+        return parts[0]
+    return Ranges(*(np.concatenate(column) for column in zip(*parts, strict=True)))
+
+
+def merge(ranges: Ranges) -> Ranges:
+    """Unite neighbours in the list that also touch on both sides."""
+    device, host, nbytes = ranges
+    if len(nbytes) < 2:
+        return ranges
+    cut = np.ones(len(nbytes), dtype=bool)
+    cut[1:] = (device[1:] != device[:-1] + nbytes[:-1]) | (host[1:] != host[:-1] + nbytes[:-1])
+    starts = np.flatnonzero(cut)
+    sums = np.add.reduceat(nbytes, starts).astype(np.int64, copy=False)
+    return Ranges(device[starts], host[starts], sums)
+
+
+def split(ranges: Ranges, edges: Addresses) -> Ranges:
+    """Cut ranges so that none crosses one of the sorted host addresses ``edges``.
+
+    CUDA refuses a copy whose host memory lies in two registrations, or partly in one.
+    """
+    device, host, nbytes = ranges
+    low = np.searchsorted(edges, host, side="right")
+    high = np.searchsorted(edges, host + nbytes, side="left")
+    pieces = high - low + 1
+    if not (pieces > 1).any():
+        return ranges
+    owner = np.repeat(np.arange(len(host)), pieces)
+    number: Addresses = np.arange(len(owner)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+    padded: Addresses = np.concatenate((edges, np.full(1, np.iinfo(np.int64).max)))
+    before = edges[np.maximum(low[owner] + number - 1, 0)]
+    start: Addresses = np.where(number == 0, host[owner], before)
+    end: Addresses = np.minimum(padded[low[owner] + number], (host + nbytes)[owner])
+    return Ranges(device[owner] + (start - host[owner]), start, end - start)
+
+
+def page_rows(bundle: Bundle, region: int, first: int, ids: Ids, max_pitch: int) -> list[Rows]:
+    """The same bytes as 2D copies: per run of neighbouring blocks one for all lanes, where pitches allow."""
+    b, found = bundle, []
+    for at, block, count in consecutive(ids):
+        device = b.base + block * b.block_stride
+        host = region + b.segment + (first + at) * b.nbytes
+        width = count * b.nbytes
+        if count == 1 or b.block_stride == b.nbytes:
+            if b.lanes == 1 or width <= b.spacing <= max_pitch:
+                found.append(Rows(device, b.spacing, host, b.segment_spacing, width, b.lanes))
+            else:
+                found += [
+                    Rows(
+                        device + i * b.spacing, width, host + i * b.segment_spacing, width, width, 1
+                    )
+                    for i in range(b.lanes)
+                ]
+        else:
+            found += [
+                Rows(
+                    device + i * b.spacing,
+                    b.block_stride,
+                    host + i * b.segment_spacing,
+                    b.nbytes,
+                    b.nbytes,
+                    count,
+                )
+                for i in range(b.lanes)
+            ]
+    return found
+
+
+def choose(
+    wish: Wish,
+    kind: str,
+    ranges: Ranges,
+    *,
+    has_batch: bool,
+    has_kernel: bool,
+    kernel_below: int | None = None,
+) -> Backend:
+    """The back end for pinned ranges; a wish that cannot be granted falls back to the next best."""
+    limit = KERNEL_BELOW[kind] if kernel_below is None else kernel_below
+    count = len(ranges.nbytes)
+    if wish == "kernel" or (
+        wish == "auto" and count >= KERNEL_MIN_RANGES and ranges.total < limit * count
+    ):
+        aligned = not ((ranges.device | ranges.host | ranges.nbytes) & 7).any()
+        if has_kernel and aligned:
+            return "kernel"
+    if wish in {"ranges", "rows"}:
+        return wish
+    return "batch" if has_batch else "rows"

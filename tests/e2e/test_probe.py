@@ -1,0 +1,94 @@
+"""probe against what a real engine start has: the same groups, block sizes and page bytes."""
+
+from typing import Any
+
+import pytest
+
+from lmcache_shm.cli import probe
+from tools.tiny_models import load
+from tools.tiny_models.process import Engine
+
+FAMILIES = [
+    "llama", "gemma3", "gemma4", "gpt_oss", "qwen3_5", "falcon_h1", "granite_hybrid",
+    "deepseek_v3_apc", "deepseek_v4",
+]  # fmt: skip
+
+# The real engine's KVCacheConfig, with the keys of lmcache_shm.vllm.resolve.facts.
+REAL = """
+from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind
+config = scheduler.kv_cache_config
+core = llm.llm_engine.engine_core.engine_core
+runner = core.model_executor.driver_worker.worker.model_runner
+worker = runner.kv_cache_config
+groups = []
+for index, group in enumerate(config.kv_cache_groups):
+    spec = worker.kv_cache_groups[index].kv_cache_spec
+    own = getattr(spec, "kv_cache_specs", None)
+    specs = list(own.values()) if own else [spec] * len(group.layer_names)
+    groups.append({
+        "kind": get_kv_cache_spec_kind(spec).value,
+        "window": getattr(group.kv_cache_spec, "sliding_window", None),
+        "block_size": group.kv_cache_spec.block_size,
+        "layers": group.layer_names,
+        "page_bytes": sum(s.page_size_bytes for s in specs),
+        "cacheable": index in config.prefix_cacheable_group_ids,
+    })
+result = {
+    "block_size": core.vllm_config.cache_config.block_size,
+    "hash_block_size": config.hash_block_size,
+    "hit_alignment": config.cache_hit_alignment_tokens,
+    "layout": config.kv_cache_layout,
+    "mamba_cache_mode": core.vllm_config.cache_config.mamba_cache_mode,
+    "groups": groups,
+}
+"""
+
+
+def flags(args: dict[str, Any]) -> list[str]:
+    """Engine arguments as `vllm serve` would be given them."""
+    words = []
+    for name, value in args.items():
+        flag = "--" + name.replace("_", "-")
+        if isinstance(value, bool):
+            words.append(flag if value else flag.replace("--", "--no-", 1))
+        else:
+            words += [flag, str(value)]
+    return words
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_probe_agrees_with_a_real_engine_start(
+    name: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    family = load(name)
+    with Engine(name) as engine:
+        real = engine.ask("python", code=REAL)
+    for variable, value in family.environment().items():
+        monkeypatch.setenv(variable, value)
+
+    facts = probe.resolve(str(family.write(tmp_path)), flags(family.engine_args()))
+
+    told = {key: facts[key] for key in real if key != "groups"}
+    assert {key: value for key, value in real.items() if key != "groups"} == told
+    assert len(real["groups"]) == len(facts["groups"])
+    for mine, theirs in zip(facts["groups"], real["groups"], strict=True):
+        assert theirs == {key: mine[key] for key in theirs}
+
+
+def test_the_cuda_answer_needs_no_gpu(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The platform is vLLM's CUDA code with the device assumed; a block has 16 tokens there, not 128."""
+    family = load("gemma3")
+    for variable, value in family.environment().items():
+        monkeypatch.setenv(variable, value)
+
+    facts = probe.resolve(str(family.write(tmp_path)), ["--tensor-parallel-size", "2"], "cuda:9.0")
+
+    assert (
+        facts["platform"], facts["device_assumed"], facts["backends"],
+    ) == ("cuda", True, ["FLASH_ATTN"])  # fmt: skip
+    assert [group["block_size"] for group in facts["groups"]] == [16, 16, 16]
+    assert [group["page_bytes"] for group in facts["groups"]] == [
+        4096,
+        4096,
+        4096,
+    ]  # one head of two

@@ -1,0 +1,257 @@
+"""The CUDA device: what can be checked without one, and (marked gpu) what cannot."""
+
+import ctypes
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from lmcache_shm.transfer import cuda
+from lmcache_shm.transfer.cuda import CudaDevice, Driver
+from lmcache_shm.transfer.device import DeviceError, Ranges, Rows
+
+
+class Library:
+    """Stands in for libcuda: records calls, answers what it is told."""
+
+    def __init__(self, version: int = 13000, codes: dict[str, int] | None = None) -> None:
+        self.version = version
+        self.codes = codes or {}
+        self.calls: list[tuple[str, tuple]] = []
+        self.batches: list[tuple] = []
+
+        def batch(*arguments):
+            self.batches.append(arguments)
+            return self.codes.get("batch", 0)
+
+        form = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_size_t] * 9)
+        self.entry = form(batch)
+
+    def __getattr__(self, name):
+        def call(*arguments):
+            self.calls.append((name, arguments))
+            if name == "cuDriverGetVersion":
+                arguments[0]._obj.value = self.version
+            if name == "cuGetErrorString":
+                arguments[1]._obj.value = b"out of luck"
+            if name == "cuGetProcAddress_v2":
+                arguments[1]._obj.value = ctypes.cast(self.entry, ctypes.c_void_p).value
+            if name == "cuMemHostGetDevicePointer_v2":
+                arguments[0]._obj.value = arguments[1].value + 5
+            return self.codes.get(name, 0)
+
+        return call
+
+    def names(self) -> list[str]:
+        return [name for name, _ in self.calls]
+
+
+@pytest.fixture
+def device():
+    """A CudaDevice over a fake library, without torch's part."""
+
+    def make(library: Library) -> CudaDevice:
+        one = object.__new__(CudaDevice)
+        one._driver = Driver(library)
+        one._handles = {"store": ctypes.c_void_p(11), "load": ctypes.c_void_p(22)}
+        one._attributes = {
+            "store": cuda._CopyAttributes(src_access_order=cuda.SRC_ACCESS_ORDER_STREAM),
+            "load": cuda._CopyAttributes(src_access_order=cuda.SRC_ACCESS_ORDER_ANY),
+        }
+        return one
+
+    return make
+
+
+def test_structures_have_the_layout_of_cuda_h():
+    """Sizes and offsets as in cuda.h for 64-bit Linux (checked once against cuda-bindings 12.9.4)."""
+    assert ctypes.sizeof(cuda._Memcpy2D) == 128
+    assert (cuda._Memcpy2D.src_host.offset, cuda._Memcpy2D.dst_x.offset) == (24, 56)
+    assert cuda._Memcpy2D.width.offset == 112
+    assert ctypes.sizeof(cuda._CopyAttributes) == 24
+
+
+def test_directions_of_single_copies(device):
+    """Stores go device → host on the store stream, loads the other way on the other stream."""
+    library = Library()
+    one = device(library)
+    one.copy("store", device=1000, host=2000, nbytes=30)
+    one.copy("load", device=1000, host=2000, nbytes=30)
+
+    (store, to_host), (load, to_device) = library.calls[-2:]
+    assert store == "cuMemcpyDtoHAsync_v2"
+    assert [a.value for a in to_host] == [2000, 1000, 30, 11]
+    assert load == "cuMemcpyHtoDAsync_v2"
+    assert [a.value for a in to_device] == [1000, 2000, 30, 22]
+
+
+def test_directions_and_pitches_of_2d_copies(device):
+    library = Library()
+    one = device(library)
+    rows = Rows(device=1000, device_pitch=64, host=2000, host_pitch=32, width=16, height=3)
+    one.copy_rows("store", rows)
+    copy = library.calls[-1][1][0]._obj
+    assert (copy.src_type, copy.src_device, copy.src_pitch) == (2, 1000, 64)
+    assert (copy.dst_type, copy.dst_host, copy.dst_pitch) == (1, 2000, 32)
+    assert (copy.width, copy.height) == (16, 3)
+
+    one.copy_rows("load", rows._replace(height=1, device_pitch=1 << 40))
+    copy = library.calls[-1][1][0]._obj
+    assert (copy.src_type, copy.src_host, copy.src_pitch) == (1, 2000, 16)
+    assert (copy.dst_type, copy.dst_device, copy.dst_pitch) == (2, 1000, 16)
+
+
+@pytest.mark.parametrize(("kind", "order", "stream"), [("store", 1, 11), ("load", 3, 22)])
+def test_batch_call_passes_its_arguments_in_the_order_of_12_8(kind, order, stream, device):
+    """Arguments: dsts, srcs, sizes, count, attrs, attrsIdxs, numAttrs, failIdx, hStream."""
+    library = Library()
+    one = device(library)
+    ranges = Ranges(*(np.array(x, dtype=np.int64) for x in ([1, 2, 3], [40, 50, 60], [7, 8, 9])))
+    one.copy_batch(kind, ranges)
+
+    ((dsts, srcs, sizes, count, attrs, first, attr_count, failed, handle),) = library.batches
+    assert (count, attr_count, handle) == (3, 1, stream)
+    assert failed
+    assert first
+    assert attrs == ctypes.addressof(one._attributes[kind])
+    assert one._attributes[kind].src_access_order == order
+    del dsts, srcs, sizes  # valid only during the call
+
+
+def test_batch_arrays_hold_targets_then_sources(device):
+    library = Library()
+    seen = []
+
+    def batch(dsts, srcs, sizes, count, *_):
+        seen.extend((ctypes.c_int64 * count).from_address(at)[:] for at in (dsts, srcs, sizes))
+        return 0
+
+    library.entry = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_size_t] * 9)(batch)
+    one = device(library)
+    ranges = Ranges(*(np.array(x, dtype=np.int64) for x in ([1, 2], [40, 50], [7, 8])))
+    one.copy_batch("store", ranges)
+    one.copy_batch("load", ranges)
+
+    assert seen == [[40, 50], [1, 2], [7, 8], [1, 2], [40, 50], [7, 8]]
+
+
+def test_an_older_driver_has_no_batches():
+    assert Driver(Library(version=12070)).batch is None
+    assert Driver(Library(codes={"cuGetProcAddress_v2": 500})).batch is None
+    assert Driver(Library()).batch is not None
+
+
+def test_registration_maps_and_says_what_to_do_when_it_fails(device):
+    library = Library()
+    assert device(library).register(4096, 8192) == 4096 + 5
+    name, arguments = library.calls[-2]
+    assert name == "cuMemHostRegister_v2"
+    assert [a.value for a in arguments] == [4096, 8192, 3]
+
+    with pytest.raises(DeviceError, match="out of luck") as caught:
+        device(Library(codes={"cuMemHostRegister_v2": 2})).register(4096, 8192)
+    assert "memlock" in caught.value.remedy
+
+
+def test_memory_that_cannot_be_mapped_does_not_stay_registered(device):
+    library = Library(codes={"cuMemHostGetDevicePointer_v2": 1})
+    with pytest.raises(DeviceError):
+        device(library).register(4096, 8192)
+
+    assert "cuMemHostUnregister" in library.names()
+
+
+def test_failed_calls_are_errors(device):
+    one = device(Library(codes={"cuMemcpyDtoHAsync_v2": 700, "batch": 1}))
+    with pytest.raises(DeviceError, match="cuMemcpyDtoHAsync_v2: out of luck"):
+        one.copy("store", 1, 2, 3)
+    with pytest.raises(DeviceError, match="cuMemcpyBatchAsync"):
+        one.copy_batch("store", Ranges(*[np.ones(1, dtype=np.int64)] * 3))
+
+
+def test_errors_of_torch_become_device_errors():
+    def broken():
+        raise RuntimeError("CUDA error: an illegal memory access\nlong advice")
+
+    with pytest.raises(DeviceError, match="illegal memory access") as caught:
+        CudaDevice._guarded("cudaEventQuery", broken)
+    assert "long advice" not in str(caught.value)
+
+
+KERNEL = """
+import numpy as np, torch
+from lmcache_shm.transfer import kernel
+source, target = (torch.arange(4096, dtype=torch.int64) * k for k in (1, 0))
+sizes = [8, 8 * 3, 8 * 1024, 8 * 1500]
+starts = [5, 100, 400, 2000]
+offsets = [9, 0, 200, 1300]
+table = torch.tensor([
+    [source.data_ptr() + 8 * s for s in starts],
+    [target.data_ptr() + 8 * o for o in offsets],
+    sizes,
+])
+kernel.copy_ranges[(3,)](*table, 4, WORDS=kernel.WORDS)
+expected = torch.zeros(4096, dtype=torch.int64)
+for start, offset, size in zip(starts, offsets, sizes):
+    expected[offset : offset + size // 8] = source[start : start + size // 8]
+assert torch.equal(expected, target), "copied wrongly"
+print("copied")
+"""
+
+
+def test_kernel_copies_ranges_of_any_length():
+    """Under Triton's interpreter, in a process of its own because the switch is read at import."""
+    pytest.importorskip("triton")
+    pytest.importorskip("torch")
+    done = subprocess.run(
+        [sys.executable, "-c", KERNEL],
+        env=os.environ | {"TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+
+    assert done.stdout.strip() == "copied", done.stderr[-2000:]
+
+
+def gpu() -> bool:
+    torch = pytest.importorskip("torch")
+    return bool(torch.cuda.is_available()) and torch.version.hip is None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["batch", "kernel", "rows", "ranges"])
+def test_gpu_round_trip(backend):
+    """Store, overwrite, load on a real device; tools/gpu_check.py does this for real layouts."""
+    if not gpu():
+        pytest.skip("no CUDA device")
+    import torch
+
+    from lmcache_shm.arena.layout import SlotState
+    from lmcache_shm.transfer.pages import Part, SlotLayout, group_pages
+    from lmcache_shm.transfer.streams import StreamEngine
+
+    from .rig import SLOT, WAIT
+    from .worlds import FakeArena, item, job
+
+    kv = torch.randint(0, 256, (4, 32, 8192), dtype=torch.uint8, device="cuda:0")
+    layouts = [SlotLayout([Part(group_pages(list(kv), 32), 8)])]
+    arena = FakeArena(8 * SLOT)
+    engine = StreamEngine(arena, layouts, CudaDevice(0), backend=backend)
+    try:
+        assert engine.pinned.join(60)
+        before, blocks = kv.clone(), np.random.default_rng(1).permutation(32)[:8]
+        arena.set(3, SlotState.RESERVED, 5)
+        engine.submit(job("store", [item(layouts, 0, 3, SLOT, blocks)], 1))
+        assert engine.drain(WAIT)
+        kv.zero_()
+        arena.set(3, SlotState.COMMITTED, 5)
+        engine.submit(job("load", [item(layouts, 0, 3, SLOT, blocks)], 2))
+        assert engine.drain(WAIT)
+        assert [(r.ok, r.reason) for r in engine.poll()] == [(True, ""), (True, "")]
+        assert torch.equal(kv[:, blocks], before[:, blocks])
+    finally:
+        engine.close()

@@ -1,0 +1,422 @@
+"""The stream engine on a simulated device: bytes, late completions, failures at every call."""
+
+import threading
+
+import numpy as np
+import pytest
+
+from lmcache_shm.arena.layout import SlotState
+from lmcache_shm.transfer.device import DeviceError
+from lmcache_shm.transfer.engine import (
+    REASON_ARENA,
+    REASON_CANCELLED,
+    REASON_CHECKSUM,
+    REASON_CLOSED,
+    REASON_DEADLINE,
+    REASON_GENERATION,
+)
+from lmcache_shm.transfer.simulated import Event, SimulatedDevice
+from lmcache_shm.transfer.streams import StreamEngine
+from lmcache_shm.transfer.torch_device import TorchDevice
+
+from .rig import SLOT, WAIT, Rig
+from .worlds import WORLDS, dense_hnd, item, job
+
+WHOLE = [(0, 8 * SLOT)]
+# The second piece ends in the middle of slot 1, where the jobs of these tests have their region.
+CUT = [(0, SLOT), (SLOT, SLOT + 4096), (SLOT + 4096, 8 * SLOT)]
+
+
+@pytest.fixture
+def rigs():
+    made: list[Rig] = []
+
+    def make(world, device, **more) -> Rig:
+        more = {"pieces": WHOLE} | more
+        made.append(
+            Rig(world, None, lambda arena, slots: StreamEngine(arena, slots, device, **more))
+        )
+        made[-1].device = device
+        return made[-1]
+
+    yield make
+    for one in made:
+        for kind in ("store", "load"):
+            one.engine.step(kind)
+            one.device.advance(kind)
+            one.engine.step(kind)
+        one.engine.close()
+
+
+@pytest.mark.parametrize("pieces", [WHOLE, CUT, []], ids=["pinned", "cut", "pageable"])
+@pytest.mark.parametrize("backend", ["auto", "batch", "kernel", "rows", "ranges"])
+@pytest.mark.parametrize("make", WORLDS, ids=lambda make: make.__name__)
+def test_every_back_end_restores_exactly_the_content_bytes(make, backend, pieces, rigs):
+    """Pinned, pageable, and a slot that lies in two registrations (which the device refuses to cross)."""
+    device = SimulatedDevice(mapped_at=1 << 40)
+    b = rigs(make(), device, backend=backend, pieces=pieces)
+    assert b.engine.pinned.join(WAIT)
+
+    for group, layout in enumerate(b.layouts):
+        pages = layout.parts[0].stored_pages
+        blocks = b.world.scattered_blocks(pages)
+        assert b.round_trip(group, blocks, b.world.scattered_blocks(pages))
+        assert b.round_trip(group, np.arange(2, 2 + pages), blocks)
+        if pages > 1:
+            assert b.round_trip(group, blocks[1:], b.world.scattered_blocks(pages - 1), first=1)
+
+
+def test_without_wishes_pinned_memory_is_copied_in_batches(rigs):
+    device = SimulatedDevice()
+    b = rigs(dense_hnd(), device)
+    b.engine.pinned.join(WAIT)
+
+    b.run("store", [item(b.layouts, 0, 3, SLOT, b.world.scattered_blocks(4))])
+
+    assert device.calls["copy_batch"] == 1
+    assert device.calls["copy"] == device.calls["copy_rows"] == 0
+
+
+def test_a_driver_without_batches_gets_2d_copies(rigs):
+    device = SimulatedDevice(has_batch=False, has_kernel=False)
+    b = rigs(dense_hnd(), device)
+    b.engine.pinned.join(WAIT)
+
+    b.run("store", [item(b.layouts, 0, 3, SLOT, np.array([3, 4, 9, 11]))])
+
+    assert device.calls["copy_rows"] == 3
+    assert device.calls["copy"] == 0
+
+
+# --------------------------------------------------------------------------------- events and lateness
+
+
+@pytest.fixture
+def stepped(rigs):
+    """An engine without threads on a device that does nothing by itself, and its one store job."""
+
+    def make(**more):
+        device = SimulatedDevice(eager=False)
+        b = rigs(dense_hnd(), device, start=False, **more)
+        b.engine.pinned.run()
+        b.blocks = b.world.scattered_blocks(4)
+        b.item = item(b.layouts, 0, 3, SLOT, b.blocks, checksum_at=4 * SLOT)
+        b.arena.set(3, SlotState.RESERVED, 5)
+        return b
+
+    return make
+
+
+def outcomes(b: Rig) -> list[tuple[int, bool, str]]:
+    return [(r.id, r.ok, r.reason) for r in b.engine.poll()]
+
+
+def test_a_result_comes_only_after_the_end_event(stepped):
+    b = stepped()
+    b.engine.submit(job("store", [b.item]))
+    b.engine.step("store")
+    b.device.advance("store", 2)  # the gate and the first copy, not all of them
+
+    assert not b.engine.step("store")
+    assert outcomes(b) == []
+
+    b.device.advance("store")
+    assert b.engine.step("store")
+    assert outcomes(b) == [(1, True, "")]
+
+
+def test_a_store_reads_after_its_event_and_not_before(stepped):
+    """The forward that computes the blocks is still running when the job is submitted."""
+    b = stepped()
+    forward = Event()
+    b.engine.submit(job("store", [b.item]), forward)
+    b.engine.step("store")
+    assert b.device.advance("store") == 0
+    b.world.scramble()  # what the forward computes
+
+    forward.done = True
+    b.device.advance("store")
+    b.engine.step("store")
+
+    assert outcomes(b) == [(1, True, "")]
+    (lane, *_), (segment, *_) = b.layouts[0].parts[0].pages.lanes, b.layouts[0].segments[0]
+    at = lane.base_addr - b.world.memory.ctypes.data + int(b.blocks[0]) * lane.block_stride
+    slot = b.arena.data_array[SLOT + segment : SLOT + segment + lane.nbytes]
+    assert np.array_equal(b.world.memory[at : at + lane.nbytes], slot)
+
+
+def test_a_load_writes_only_after_its_event(stepped):
+    """Kernels that were launched earlier may still use the blocks' former content."""
+    b = stepped()
+    b.arena.set(3, SlotState.COMMITTED, 5)
+    b.item = item(b.layouts, 0, 3, SLOT, b.blocks)
+    before, earlier = b.world.memory.copy(), Event()
+    b.engine.submit(job("load", [b.item]), earlier)
+    b.engine.step("load")
+    b.device.advance("load")
+    assert np.array_equal(before, b.world.memory)
+
+    earlier.done = True
+    b.device.advance("load")
+
+    assert not np.array_equal(before, b.world.memory)
+
+
+def test_loads_end_while_a_store_is_stuck(stepped):
+    """Streams complete out of step."""
+    b = stepped()
+    b.arena.set(4, SlotState.COMMITTED, 5)
+    b.engine.submit(job("store", [b.item], 1), Event())
+    b.engine.submit(job("load", [item(b.layouts, 0, 4, 2 * SLOT, b.blocks)], 2))
+    for kind in ("store", "load"):
+        b.engine.step(kind)
+        b.device.advance(kind)
+        b.engine.step(kind)
+
+    assert outcomes(b) == [(2, True, "")]
+
+
+def test_generation_is_checked_after_the_event(stepped):
+    """The slot changes hands when all copies are done but nobody has looked yet."""
+    b = stepped()
+    b.arena.set(3, SlotState.COMMITTED, 5)
+    b.engine.submit(job("load", [item(b.layouts, 0, 3, SLOT, b.blocks)]))
+    b.engine.step("load")
+    b.device.advance("load")
+    b.arena.set(3, SlotState.COMMITTED, 6)
+    b.engine.step("load")
+
+    assert outcomes(b) == [(1, False, REASON_GENERATION)]
+
+
+def test_checksum_is_sealed_after_the_event_and_checked_after_the_load(stepped):
+    b = stepped()
+    b.engine.submit(job("store", [b.item], 1))
+    b.engine.step("store")
+    b.device.advance("store")
+    b.engine.step("store")
+    b.arena.data_array[SLOT + 5] ^= 1
+    b.arena.set(3, SlotState.COMMITTED, 5)
+    b.engine.submit(job("load", [b.item], 2))
+    b.engine.step("load")
+    b.device.advance("load")
+    b.engine.step("load")
+
+    assert outcomes(b) == [(1, True, ""), (2, False, REASON_CHECKSUM)]
+
+
+def test_a_deadline_in_flight_is_reported_when_the_copies_have_ended(stepped):
+    b = stepped()
+    b.engine.submit(job("store", [b.item], deadline_s=0.01))
+    b.engine.step("store")
+    assert not b.engine.drain(0.05)
+    b.engine.step("store")
+    assert outcomes(b) == []
+
+    b.device.advance("store")
+    b.engine.step("store")
+
+    assert outcomes(b) == [(1, False, REASON_DEADLINE)]
+
+
+def test_cancel_before_issue_touches_nothing_and_after_issue_waits(stepped):
+    b = stepped()
+    b.engine.submit(job("store", [b.item], 1))
+    b.engine.cancel(1)
+    assert outcomes(b) == [(1, False, REASON_CANCELLED)]
+    b.engine.step("store")
+    assert b.device.calls["copy_batch"] == 0
+
+    b.engine.submit(job("store", [b.item], 2))
+    b.engine.step("store")
+    b.engine.cancel(2)
+    assert outcomes(b) == []
+    b.device.advance("store")
+    b.engine.step("store")
+    assert outcomes(b) == [(2, False, REASON_CANCELLED)]
+
+
+def test_a_refused_job_records_no_event(stepped):
+    b = stepped()
+    b.engine.submit(job("store", [b.item], arena_id=b"another"))
+
+    assert outcomes(b) == [(1, False, REASON_ARENA)]
+    assert b.device.calls["marker_here"] == 0
+
+
+def test_close_waits_for_flights_and_unpins_last(rigs):
+    """After close nothing runs on the streams and no registration is left."""
+    device = SimulatedDevice(eager=False)
+    b = rigs(dense_hnd(), device)
+    assert b.engine.pinned.join(WAIT)
+    b.arena.set(3, SlotState.RESERVED, 5)
+    b.engine.submit(job("store", [item(b.layouts, 0, 3, SLOT, b.world.scattered_blocks(4))]))
+    closer = threading.Thread(target=b.engine.close)
+    closer.start()
+    while not device.calls["mark"] and closer.is_alive():
+        pass  # the job is either issued, or dropped before it was
+    assert device.registered or not closer.is_alive()
+    device.advance("store")
+    closer.join(WAIT)
+
+    assert not closer.is_alive()
+    assert device.registered == {}
+    ((_, ok, reason),) = outcomes(b)
+    assert ok or reason == REASON_CLOSED
+    b.engine.submit(job("store", [], 7))
+    assert outcomes(b) == [(7, False, REASON_CLOSED)]
+
+
+# ------------------------------------------------------------------------------- failures at each call
+
+
+@pytest.mark.parametrize("call", ["marker_here", "wait", "copy_batch", "mark"])
+def test_a_failing_call_fails_its_job_and_not_the_next(call, stepped):
+    b = stepped()
+    b.device.fail(call, 1)
+    for number in (1, 2):
+        b.engine.submit(job("store", [b.item], number))
+        b.engine.step("store")
+        b.device.advance("store")
+        b.engine.step("store")
+
+    (first, second) = outcomes(b)
+    assert first[:2] == (1, False)
+    assert "told to fail" in first[2]
+    assert second == (2, True, "")
+
+
+def test_a_failure_in_mid_job_waits_for_what_was_issued(stepped):
+    """The second slot's copy fails: the first one's is under way and still writes into the arena."""
+    b = stepped(backend="ranges")
+    b.arena.set(4, SlotState.RESERVED, 5)
+    other = item(b.layouts, 0, 4, 2 * SLOT, b.blocks)
+    b.device.fail("copy", b.blocks.size * 4 + 1)
+    b.engine.submit(job("store", [b.item, other]))
+    b.engine.step("store")
+
+    assert not b.engine.step("store")
+    assert outcomes(b) == []
+
+    b.device.advance("store")
+    b.engine.step("store")
+    ((_, ok, reason),) = outcomes(b)
+    assert not ok
+    assert "told to fail" in reason
+
+
+def test_without_an_end_event_the_stream_is_emptied_before_the_result(stepped):
+    b = stepped()
+    b.device.fail("mark", 1)
+    b.engine.submit(job("store", [b.item]))
+    b.engine.step("store")
+
+    assert b.device.calls["synchronize"] == 1
+    assert b.device.advance("store") == 0
+    ((_, ok, _),) = outcomes(b)
+    assert not ok
+
+
+@pytest.mark.parametrize("calls", [["reached"], ["mark", "synchronize"]])
+def test_a_lost_device_fails_all_jobs_and_stops_the_cache(calls, stepped):
+    b = stepped()
+    for call in calls:
+        b.device.fail(call)
+    b.arena.set(4, SlotState.RESERVED, 5)
+    b.engine.submit(job("store", [b.item], 1))
+    b.engine.submit(job("store", [item(b.layouts, 0, 4, 2 * SLOT, b.blocks)], 2))
+    b.engine.step("store")
+    b.engine.step("store")
+    b.engine.submit(job("load", [b.item], 3))
+
+    results = outcomes(b)
+    assert [(number, ok) for number, ok, _ in results] == [(1, False), (2, False), (3, False)]
+    assert all("device lost" in reason or "told to fail" in reason for _, _, reason in results)
+    assert "device lost" in results[-1][2]
+
+
+def test_a_thread_that_cannot_use_the_device_fails_jobs_instead_of_hanging(rigs):
+    device = SimulatedDevice()
+    device.fail("enter_thread")
+    b = rigs(dense_hnd(), device)
+
+    result = b.run("store", [item(b.layouts, 0, 3, SLOT, b.world.scattered_blocks(4))])
+
+    assert not result.ok
+
+
+# ------------------------------------------------------------------------------------------- pinning
+
+
+def test_failed_registration_is_said_once_with_the_remedy_and_copies_go_on(rigs, caplog):
+    """A memlock limit that only the first two pieces fit into."""
+    device = SimulatedDevice(pinned_limit=3 * SLOT)
+    with caplog.at_level("WARNING"):
+        b = rigs(dense_hnd(), device, pieces=[(i * SLOT, (i + 1) * SLOT) for i in range(8)])
+        assert not b.engine.pinned.join(WAIT)
+
+    (record,) = caplog.records
+    assert "Raise the memlock limit" in record.getMessage()
+    assert b.engine.pinned.pinned_bytes == 3 * SLOT
+    blocks = b.world.scattered_blocks(4)
+    assert b.round_trip(0, blocks, b.world.scattered_blocks(4))
+    high = item(b.layouts, 0, 5, 6 * SLOT, blocks)
+    assert b.run("store", [high]).ok
+    assert device.calls["copy"] == 4 * 4  # the slot beyond the limit, range by range
+
+
+def test_copies_work_while_registration_is_under_way(rigs):
+    device = SimulatedDevice()
+    b = rigs(dense_hnd(), device, pieces=CUT, start=False)
+    blocks = b.world.scattered_blocks(4)
+    one = item(b.layouts, 0, 3, SLOT, blocks)
+    for upto in range(4):
+        b.arena.set(3, SlotState.RESERVED, 5)
+        b.engine.submit(job("store", [one], upto))
+        b.engine.step("store")
+        assert outcomes(b) == [(upto, True, "")]
+        if upto < 3:
+            low, high = CUT[upto]
+            start = b.arena.data_array.ctypes.data
+            device.register(start + low, high - low)  # the driver knows already, the engine not yet
+
+
+def test_an_unpin_that_fails_is_no_exception(rigs, caplog):
+    device = SimulatedDevice()
+    b = rigs(dense_hnd(), device)
+    b.engine.pinned.join(WAIT)
+    device.fail("unregister")
+
+    b.engine.close()
+
+    assert "could not unpin" in caplog.text
+
+
+# ----------------------------------------------------------------------------- pageable through torch
+
+
+@pytest.mark.parametrize("make", WORLDS, ids=lambda make: make.__name__)
+def test_pageable_copies_through_torch_restore_the_bytes(make, caplog):
+    """What ROCm and XPU get; here on CPU tensors."""
+    torch = pytest.importorskip("torch")
+    world = make()
+    tensor = torch.from_numpy(world.memory)
+    device = TorchDevice([tensor])
+    b = Rig(world, None, lambda arena, slots: StreamEngine(arena, slots, device, pieces=WHOLE))
+
+    for group, layout in enumerate(b.layouts):
+        pages = layout.parts[0].stored_pages
+        assert b.round_trip(group, world.scattered_blocks(pages), world.scattered_blocks(pages))
+    b.engine.close()
+
+    assert caplog.text.count("not supported on cpu") == 1
+
+
+def test_the_simulated_device_is_as_strict_as_a_driver():
+    """Half registered host memory is refused, or the tests of splitting would prove nothing."""
+    memory = np.zeros(4096, dtype=np.uint8)
+    device = SimulatedDevice()
+    device.register(memory.ctypes.data, 2048)
+
+    with pytest.raises(DeviceError, match="partly registered"):
+        device.copy("store", memory.ctypes.data, memory.ctypes.data + 2000, 100)
