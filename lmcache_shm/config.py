@@ -191,7 +191,7 @@ class Config:
         whole(0, 256), "server",
     )  # fmt: skip
     metrics_port: int = _option(
-        0, "port", "Prometheus metrics over HTTP at this port; 0: none.", whole(0, 65535), "server"
+        0, "", "Prometheus metrics over HTTP at this port; 0: none.", whole(0, 65535), "server"
     )
     metrics_host: str = _option(
         "127.0.0.1", "", "Address at which the metrics are served.", text, "server"
@@ -277,7 +277,7 @@ def _checked(option: Option, given: Any, origin: str) -> Any:
     try:
         return option.check(given)
     except ValueError as error:
-        unit = f" ({option.unit})" if option.unit else ""
+        unit = f" ({option.unit})" if option.unit and option.unit not in str(error) else ""
         raise ConfigError(f"{origin}: {given!r} is not valid; expected {error}{unit}") from None
 
 

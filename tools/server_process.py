@@ -103,6 +103,11 @@ class Server:
     def socket(self) -> Path:
         return self._folder / f"{self.instance}.sock"
 
+    @property
+    def meta(self) -> Path:
+        """The file of the segment with the slot table."""
+        return Path(f"/dev/shm/lmcache_shm.{self.instance}.meta")
+
     def start(self, timeout_s: float = 30.0, flags: tuple[str, ...] = ()) -> None:
         """Start (again), with more flags; returns when it answers."""
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)

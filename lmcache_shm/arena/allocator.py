@@ -12,9 +12,8 @@ from collections.abc import Iterable
 from functools import lru_cache
 
 import numpy as np
-import numpy.typing as npt
 
-from lmcache_shm.arena.layout import PAGE, Rows, SlotState
+from lmcache_shm.arena.layout import PAGE, Mask, Numbers, Rows, SlotState
 from lmcache_shm.arena.segment import Arena
 
 WASTE = 32
@@ -49,7 +48,10 @@ class _Stack:
     def pop(self, n: int) -> Rows:
         n = min(n, self._n)
         self._n -= n
-        return self._rows[self._n : self._n + n].copy()
+        return self._rows[self._n : self._n + n][::-1].copy()
+
+    def rows(self) -> Rows:
+        return self._rows[: self._n].copy()
 
     def drop(self, start: int, end: int) -> None:
         """Forget the rows in [start, end)."""
@@ -144,6 +146,10 @@ class SlabAllocator:
         """FREE rows of this size that are bound already."""
         return len(self._stack(slot_class(slot_bytes)))
 
+    def free_rows(self) -> Rows:
+        """All rows on the free lists."""
+        return np.concatenate([NO_ROWS, *(stack.rows() for stack in self._free.values())])
+
     def extents_of(self, slot_bytes: int) -> int:
         """Extents bound to this size."""
         return self._extents.get(slot_class(slot_bytes), 0)
@@ -185,15 +191,17 @@ class SlabAllocator:
         first = start * self.per_slab
         return np.arange(first, first + slots, dtype=np.int32)
 
-    def extents(self) -> npt.NDArray[np.int64]:
+    def extents(self) -> Numbers:
         """First slabs of all extents, ascending."""
         slabs = self.arena.slabs
-        return np.flatnonzero((slabs["extent_slabs"] > 0) & (slabs["first"] == np.arange(self.slabs)))
+        return np.flatnonzero(
+            (slabs["extent_slabs"] > 0) & (slabs["first"] == np.arange(self.slabs))
+        )
 
     def release_empty(self) -> int:
         """Unbind every extent all of whose slots are FREE; how many there were."""
         state = self.arena.hot["state"].reshape(self.slabs, self.per_slab)
-        idle = (state <= SlotState.FREE).all(axis=1)
+        idle: Mask = state.max(axis=1) <= SlotState.FREE
         starts = self.extents()
         if not len(starts):
             return 0
@@ -229,7 +237,7 @@ class SlabAllocator:
             m = self.extent_slabs(size, length)
         return m > 0 and self.bind(size, start, m) > 0
 
-    def free_runs(self) -> npt.NDArray[np.int64]:
+    def free_runs(self) -> Numbers:
         """[[first slab, length], …] of all gaps between extents."""
         free = np.concatenate([[0], self.arena.slabs["extent_slabs"] == 0, [0]]).astype(np.int8)
         edges = np.flatnonzero(np.diff(free)).reshape(-1, 2)

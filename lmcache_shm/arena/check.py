@@ -6,17 +6,36 @@ later, still shows it.
 
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
-from lmcache_shm.arena.layout import FLAG_DROP, PAGE, Geometry, SlotState, Table, seal
+from lmcache_shm.arena.layout import (
+    FLAG_DROP,
+    PAGE,
+    Geometry,
+    Mask,
+    Numbers,
+    SlotState,
+    Table,
+    seal,
+)
 from lmcache_shm.arena.segment import Arena
 
 SHOWN = 5
 """Rows named in one finding."""
 LOOKS = 5
-Findings = Iterator[tuple[str, npt.NDArray[np.int64]]]
+Findings = Iterator[tuple[str, Numbers]]
+
+
+@dataclass(frozen=True)
+class Copy:
+    """A table as it was at one moment (more or less: the server goes on while it is copied)."""
+
+    geometry: Geometry
+    hot: Table
+    cold: Table
+    slabs: Table
 
 
 def check(arena: Arena, *, live: bool = False) -> list[str]:
@@ -37,10 +56,10 @@ def check(arena: Arena, *, live: bool = False) -> list[str]:
 
 
 def _look(arena: Arena) -> set[tuple[str, int]]:
-    hot, cold, slabs = arena.hot.copy(), arena.cold.copy(), arena.slabs.copy()
-    found = set()
-    for finder in (_slabs, _places, _keys, _states):
-        for text, numbers in finder(arena.geometry, hot, cold, slabs):
+    table = Copy(arena.geometry, arena.hot.copy(), arena.cold.copy(), arena.slabs.copy())
+    found: set[tuple[str, int]] = set()
+    for finder in (_slabs, _places, _overlaps, _keys, _states):
+        for text, numbers in finder(table):
             found.update((text, number) for number in numbers.tolist())
     return found
 
@@ -56,7 +75,7 @@ def _told(found: set[tuple[str, int]]) -> list[str]:
     ]
 
 
-def bad_slabs(geometry: Geometry, slabs: Table) -> npt.NDArray[np.bool_]:
+def bad_slabs(geometry: Geometry, slabs: Table) -> Mask:
     """[slabs] True where a slab's entry is not part of a sound extent."""
     n, index = geometry.slabs, np.arange(geometry.slabs)
     bound = slabs["extent_slabs"] > 0
@@ -66,7 +85,9 @@ def bad_slabs(geometry: Geometry, slabs: Table) -> npt.NDArray[np.bool_]:
     inside = (first <= index) & (index < first + m) & (first + m <= n)
     room = m.astype(np.uint64) * np.uint64(geometry.slab_bytes)
     cut = (size > 0) & (size % np.uint64(PAGE) == 0) & (size <= room)
-    fits = (slots > 0) & (slots <= room // np.maximum(size, 1)) & (slots <= m * geometry.rows_per_slab)
+    fits = (
+        (slots > 0) & (slots <= room // np.maximum(size, 1)) & (slots <= m * geometry.rows_per_slab)
+    )
     head = slabs[np.where(inside, first, 0)]
     same = (head["extent_slabs"] == m) & (head["first"] == first)
     same &= (head["slot_bytes"] == size) & (head["slots"] == slots)
@@ -75,52 +96,57 @@ def bad_slabs(geometry: Geometry, slabs: Table) -> npt.NDArray[np.bool_]:
     heads = first[good & bound]
     counted = np.bincount(heads, minlength=n) if len(heads) else np.zeros(n, np.int64)
     good[bound & inside] &= (counted[first] == m)[bound & inside]
-    return ~good
+    bad: Mask = ~good
+    return bad
 
 
-def bound_rows(geometry: Geometry, slabs: Table) -> npt.NDArray[np.bool_]:
+def bound_rows(geometry: Geometry, slabs: Table) -> Mask:
     """[max_slots] True for rows that are slots of an extent."""
     q = geometry.rows_per_slab
     behind = np.arange(geometry.slabs) - slabs["first"].astype(np.int64)
     left = np.where(slabs["extent_slabs"] > 0, slabs["slots"].astype(np.int64) - behind * q, 0)
-    return (np.arange(q) < left[:, None]).ravel()
+    rows: Mask = (np.arange(q) < left[:, None]).ravel()
+    return rows
 
 
-def misplaced(geometry: Geometry, cold: Table, slabs: Table) -> npt.NDArray[np.bool_]:
+def misplaced(geometry: Geometry, cold: Table, slabs: Table) -> Mask:
     """[max_slots] True for rows whose offset, size or slab is not what their extent gives them."""
     q = geometry.rows_per_slab
     first = np.repeat(slabs["first"].astype(np.uint64), q)
     size = np.repeat(slabs["slot_bytes"], q)
     number = np.arange(geometry.max_slots, dtype=np.uint64) - first * np.uint64(q)
     offset = first * np.uint64(geometry.slab_bytes) + number * size
-    return (cold["offset"] != offset) | (cold["slot_bytes"] != size) | (cold["slab"] != first)
+    wrong: Mask = (cold["offset"] != offset) | (cold["slot_bytes"] != size)
+    wrong |= cold["slab"] != first
+    return wrong
 
 
-def _slabs(geometry: Geometry, hot: Table, cold: Table, slabs: Table) -> Findings:
-    yield "slabs that are part of no sound extent", np.flatnonzero(bad_slabs(geometry, slabs))
+def _slabs(table: Copy) -> Findings:
+    bad = bad_slabs(table.geometry, table.slabs)
+    yield "slabs that are part of no sound extent", np.flatnonzero(bad)
 
 
-def _places(geometry: Geometry, hot: Table, cold: Table, slabs: Table) -> Findings:
-    bound = bound_rows(geometry, slabs)
-    used = hot["state"] != SlotState.UNUSED
+def _places(table: Copy) -> Findings:
+    bound = bound_rows(table.geometry, table.slabs)
+    used = table.hot["state"] != SlotState.UNUSED
     yield "rows in use outside any extent", np.flatnonzero(used & ~bound)
     yield "slots of an extent whose rows are not in use", np.flatnonzero(bound & ~used)
-    wrong = used & bound & misplaced(geometry, cold, slabs)
+    wrong = used & bound & misplaced(table.geometry, table.cold, table.slabs)
     yield "rows that are not at their extent's place", np.flatnonzero(wrong)
-    yield from _overlaps(geometry, hot, cold)
 
 
-def _overlaps(geometry: Geometry, hot: Table, cold: Table) -> Findings:
+def _overlaps(table: Copy) -> Findings:
     """Independent of extents: sort by offset, compare neighbours."""
-    rows = np.flatnonzero(hot["state"] != SlotState.UNUSED)
+    cold = table.cold
+    rows = np.flatnonzero(table.hot["state"] != SlotState.UNUSED)
     rows = rows[np.argsort(cold["offset"][rows], kind="stable")]
     start = cold["offset"][rows]
     end = start + cold["slot_bytes"][rows]
-    yield "slots beyond the arena's end", rows[end > geometry.data_bytes]
+    yield "slots beyond the arena's end", rows[end > table.geometry.data_bytes]
     yield "slots that overlap the one before", rows[1:][start[1:] < end[:-1]]
 
 
-def duplicates(hot: Table, cold: Table, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+def duplicates(hot: Table, cold: Table, rows: Numbers) -> Numbers:
     """Those of `rows` whose (namespace, group, key) also stands in another of them."""
     key = cold["key"][rows]
     owner = hot["namespace"][rows].astype(np.uint64) << np.uint64(16) | hot["group"][rows]
@@ -130,10 +156,12 @@ def duplicates(hot: Table, cold: Table, rows: npt.NDArray[np.int64]) -> npt.NDAr
     twice = np.zeros(len(rows), np.bool_)
     twice[1:] |= same
     twice[:-1] |= same
-    return rows[order[twice]]
+    found: Numbers = rows[order[twice]]
+    return found
 
 
-def _keys(geometry: Geometry, hot: Table, cold: Table, slabs: Table) -> Findings:
+def _keys(table: Copy) -> Findings:
+    hot, cold = table.hot, table.cold
     state = hot["state"]
     named = (state == SlotState.COMMITTED) | (state == SlotState.RESERVED)
     named &= hot["flags"] & FLAG_DROP == 0
@@ -145,14 +173,19 @@ def _keys(geometry: Geometry, hot: Table, cold: Table, slabs: Table) -> Findings
     yield "committed rows that do not fit their seal", committed[broken].astype(np.int64)
 
 
-def _states(geometry: Geometry, hot: Table, cold: Table, slabs: Table) -> Findings:
+def _states(table: Copy) -> Findings:
+    hot, cold = table.hot, table.cold
     state, pins = hot["state"], hot["pins"]
     yield "rows of an unknown state", np.flatnonzero(state > SlotState.QUARANTINED)
-    yield "pinned rows that are not committed", np.flatnonzero(
-        (pins > 0) & (state != SlotState.COMMITTED)
+    yield (
+        "pinned rows that are not committed",
+        np.flatnonzero((pins > 0) & (state != SlotState.COMMITTED)),
     )
     drop = hot["flags"] & FLAG_DROP != 0
     stale = drop & ~((state == SlotState.RESERVED) | ((state == SlotState.COMMITTED) & (pins > 0)))
     yield "cleared rows that were not freed", np.flatnonzero(stale)
     long = cold["token_bytes"] > cold["slot_bytes"]
-    yield "rows whose token bytes exceed the slot", np.flatnonzero(long & (state >= SlotState.RESERVED))
+    yield (
+        "rows whose token bytes exceed the slot",
+        np.flatnonzero(long & (state >= SlotState.RESERVED)),
+    )

@@ -60,13 +60,15 @@ def read_clients(arena: "Arena") -> dict[int, ClientRecord]:
 
 
 def start_time(pid: int) -> int:
-    """Start time of a process in clock ticks since boot; 0 when there is none (or a zombie)."""
+    """Start time of a process in clock ticks since boot; 0 when there is none, or nothing of it runs."""
     try:
         line = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
+        fields = line.rpartition(")")[2].split()  # the command's name may hold anything
+        # The first thread may have ended before the others: then the process looks like a zombie.
+        ended = fields[0] in "ZX" and len(list(Path(f"/proc/{pid}/task").iterdir())) <= 1
     except OSError:
         return 0
-    fields = line.rpartition(")")[2].split()  # the command's name may hold anything
-    return 0 if fields[0] in "ZX" else int(fields[19])
+    return 0 if ended else int(fields[19])
 
 
 def process_alive(pid: int, start: int) -> bool:

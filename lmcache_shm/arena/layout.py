@@ -90,7 +90,13 @@ COLD_DTYPE = np.dtype(
 # A slab of an extent. slots, extent_slabs: of the whole extent, the same in each of its slabs.
 # extent_slabs 0: the slab is free.
 SLAB_DTYPE = np.dtype(
-    [("slot_bytes", "<u8"), ("first", "<u4"), ("extent_slabs", "<u4"), ("slots", "<u4"), ("spare", "<u4")]
+    [
+        ("slot_bytes", "<u8"),
+        ("first", "<u4"),
+        ("extent_slabs", "<u4"),
+        ("slots", "<u4"),
+        ("spare", "<u4"),
+    ]
 )
 CLIENT_DTYPE = np.dtype(
     [
@@ -111,6 +117,8 @@ LIVE_AT = 2048
 Table = npt.NDArray[Any]
 """A structured array."""
 Rows = npt.NDArray[np.int32]
+Mask = npt.NDArray[np.bool_]
+Numbers = npt.NDArray[np.int64]
 U64 = npt.NDArray[np.uint64]
 
 
@@ -241,11 +249,14 @@ class Header:
             raise ValueError("no arena header (wrong magic)")
         if fields[1] != FORMAT_VERSION:
             raise ValueError(f"format version {fields[1]}, this program has {FORMAT_VERSION}")
-        if _SUM.unpack_from(page, _HEADER.size)[0] != xxhash.xxh3_64_intdigest(page[: _HEADER.size]):
+        if _SUM.unpack_from(page, _HEADER.size)[0] != xxhash.xxh3_64_intdigest(
+            page[: _HEADER.size]
+        ):
             raise ValueError("damaged header (checksum)")
+        arena_id, device, inode, created_ns = fields[3:7]
         data_bytes, chunk_size, separate, slab_bytes, max_slots = fields[7:12]
         geometry = Geometry(data_bytes, chunk_size, bool(separate), slab_bytes, max_slots)
-        return cls(*fields[3:7], geometry, fields[12])
+        return cls(arena_id, device, inode, created_ns, geometry, fields[12])
 
 
 def seal(hot: Table, cold: Table, rows: Rows) -> U64:
@@ -260,7 +271,9 @@ def seal(hot: Table, cold: Table, rows: Rows) -> U64:
     for part in ("key", "parent", "extra_digest"):
         word = _mix(_mix(word, c[part][:, 0]), c[part][:, 1])
     word = _mix(_mix(word, c["salt"]), c["offset"])
-    return _mix(_mix(word, c["slot_bytes"]), c["token_bytes"].astype(np.uint64) | chunk << np.uint64(32))
+    return _mix(
+        _mix(word, c["slot_bytes"]), c["token_bytes"].astype(np.uint64) | chunk << np.uint64(32)
+    )
 
 
 def _mix(a: U64, b: U64) -> U64:

@@ -139,9 +139,9 @@ def _cgroup_room() -> Iterator[int]:
     for line in lines:
         _, controllers, path = line.split(":", 2)
         if controllers == "":
-            mounts, names = (root, root / "unified"), ("memory.max", "memory.current")
+            mounts, names = [root, root / "unified"], ("memory.max", "memory.current")
         elif "memory" in controllers.split(","):
-            mounts, names = (root / "memory",), ("memory.limit_in_bytes", "memory.usage_in_bytes")
+            mounts, names = [root / "memory"], ("memory.limit_in_bytes", "memory.usage_in_bytes")
         else:
             continue
         for mount in mounts:

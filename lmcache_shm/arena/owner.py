@@ -64,7 +64,9 @@ class OwnerLock:
         """Raises InstanceBusy with the owner's pid, or RuntimeDirError when the file cannot be made."""
         while True:
             try:
-                fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+                fd = os.open(
+                    self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600
+                )
             except OSError as error:
                 raise RuntimeDirError(
                     f"cannot write {self.path}: {error.strerror}; set LMCACHE_SHM_RUNTIME_DIR "

@@ -76,7 +76,9 @@ class Arena:
     All read-only for a client but the boards and, if asked for, the data.
     """
 
-    def __init__(self, instance: str, data_fd: int, meta_fd: int, *, writable: bool, server: bool) -> None:
+    def __init__(
+        self, instance: str, data_fd: int, meta_fd: int, *, writable: bool, server: bool
+    ) -> None:
         """Map what the descriptors refer to and close them (a server keeps the lock's). Raises ArenaError."""
         self.instance = instance
         self.data_name, self.meta_name = segment_names(instance)
@@ -114,7 +116,9 @@ class Arena:
         self.cold: Table = self._view(COLD_DTYPE, g.max_slots, r.cold)
         self.clients: Table = self._view(CLIENT_DTYPE, MAX_CLIENTS, r.clients)
         shape = (MAX_CLIENTS, MAX_RANKS, RING)
-        self.boards: U64 = np.frombuffer(boards, "<u8", MAX_CLIENTS * MAX_RANKS * RING, at).reshape(shape)
+        self.boards: U64 = np.frombuffer(boards, "<u8", MAX_CLIENTS * MAX_RANKS * RING, at).reshape(
+            shape
+        )
 
     def _view(self, dtype: np.dtype[Any], count: int, offset: int) -> Table:
         return np.frombuffer(self.meta, dtype, count, offset)
@@ -148,7 +152,9 @@ class Arena:
         for name in ("data", "meta", "_boards_map"):
             mapping = self.__dict__.pop(name, None)
             if mapping is not None:
-                with contextlib.suppress(BufferError):  # someone still has a view; it ends with that
+                with contextlib.suppress(
+                    BufferError
+                ):  # someone still has a view; it ends with that
                     mapping.close()
         if self._lock_fd >= 0:
             os.close(self._lock_fd)
@@ -194,9 +200,7 @@ def create(
         reserve(data_fd, geometry.data_bytes, progress)
         facts = os.fstat(data_fd)
         arena_id = secrets.token_bytes(16)
-        header = Header(
-            arena_id, facts.st_dev, facts.st_ino, time.time_ns(), geometry, meta_bytes
-        )
+        header = Header(arena_id, facts.st_dev, facts.st_ino, time.time_ns(), geometry, meta_bytes)
         os.pwrite(meta_fd, header.pack(), 0)
     except BaseException:
         if data_fd >= 0:
@@ -264,8 +268,9 @@ def unlink_if(path: Path, device: int, inode: int) -> bool:
 
 def owner_pid(meta_fd: int) -> int:
     """The pid that a meta segment's last server wrote down; 0 when there is none."""
-    live = np.frombuffer(os.pread(meta_fd, LIVE_DTYPE.itemsize, LIVE_AT).ljust(48, b"\0"), LIVE_DTYPE, 1)
-    return int(live["pid"][0])
+    raw = os.pread(meta_fd, LIVE_DTYPE.itemsize, LIVE_AT)
+    whole = len(raw) == LIVE_DTYPE.itemsize
+    return int(np.frombuffer(raw, LIVE_DTYPE)["pid"][0]) if whole else 0
 
 
 def _open(name: str, flags: int, *, read_only: bool = False) -> int:
@@ -319,4 +324,6 @@ def _check_sizes(header: Header, data_fd: int, meta_fd: int) -> None:
         raise ArenaError("the data segment is not the one that the slot table describes")
     want = header.geometry.data_bytes, Regions.of(header.geometry).total
     if (data.st_size, meta.st_size) != want or header.meta_bytes != want[1]:
-        raise ArenaError(f"segments of {data.st_size} and {meta.st_size} bytes, the header says {want}")
+        raise ArenaError(
+            f"segments of {data.st_size} and {meta.st_size} bytes, the header says {want}"
+        )

@@ -5,10 +5,9 @@ they are used. So the price of a scan is shared by thousands of evictions.
 """
 
 import numpy as np
-import numpy.typing as npt
 
 from lmcache_shm.arena.allocator import NO_ROWS, SlabAllocator, slot_class
-from lmcache_shm.arena.layout import Rows, SlotState, U64, Table
+from lmcache_shm.arena.layout import U64, Numbers, Rows, SlotState, Table
 
 SHARE = 32
 """A scan looks for one part in so many of a class, and for no more than MOST."""
@@ -49,9 +48,10 @@ def _threshold(table: U64, n: int) -> np.uint64:
     return np.uint64(np.partition(sample, at)[at])
 
 
-def _below(table: U64, tick: np.uint64) -> npt.NDArray[np.int64]:
+def _below(table: U64, tick: np.uint64) -> Numbers:
     old = np.flatnonzero(table[:, 1] <= tick)
-    return old[table[old, 0] & _STATE_AND_PINS == _COMMITTED]
+    evictable: Numbers = old[table[old, 0] & _STATE_AND_PINS == _COMMITTED]
+    return evictable
 
 
 class Lru:

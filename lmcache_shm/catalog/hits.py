@@ -58,7 +58,8 @@ def _first_needed(rule: Rule, chunk_size: int, n: Ints, local_tokens: int) -> In
             start = end // tokens * tokens // chunk_size
         case Recurrent():
             start = n - 1
-    return np.minimum(np.maximum(start, local_tokens // chunk_size), n)
+    first: Ints = np.minimum(np.maximum(start, local_tokens // chunk_size), n)
+    return first
 
 
 def needed(rule: Rule, chunk_size: int, n: int, local_tokens: int) -> range:

@@ -39,10 +39,8 @@ def salt_word(salt: bytes) -> int:
 
 
 def next_key(parent: bytes, encoded: bytes, extra: bytes) -> bytes:
-    """Key of one chunk. The length of the token bytes keeps (tokens, extra) from running together."""
-    if extra:
-        return _digest(parent + encoded + extra + len(encoded).to_bytes(4, "little"))
-    return _digest(parent + encoded)
+    """Key of one chunk. Token bytes tell their own end, so they cannot run together with `extra`."""
+    return _digest(parent + encoded + extra)
 
 
 def chain(parent: bytes, encoded: Sequence[bytes], extras: Sequence[bytes] = ()) -> bytes:

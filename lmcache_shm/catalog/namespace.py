@@ -12,6 +12,7 @@ import xxhash
 from lmcache_shm.arena.allocator import slot_class
 from lmcache_shm.arena.segment import Arena
 from lmcache_shm.catalog.hits import ChunkedLocal, Full, Recurrent, Rule, Window
+from lmcache_shm.catalog.index import Index
 from lmcache_shm.catalog.keys import seed
 
 MAX_NAMESPACES = 4096
@@ -33,17 +34,25 @@ class GroupSpec:
 
 @dataclass(eq=False)
 class Group:
-    """A group at work. `index`: key → row of committed and reserved slots that were not cleared."""
+    """A group at work. `index` holds committed and reserved slots that were not cleared."""
 
     number: int
     spec: GroupSpec
-    index: dict[bytes, int] = field(default_factory=dict)
+    index: Index = field(default_factory=Index)
     size: int = 0
     """slot_bytes in whole pages: its class."""
     full: bool = False
+    leading: int = 0
+    """Tokens of a chunk in the one group of each namespace whose commits count them, else 0."""
     hits: int = 0
+    """Chunks that hits used."""
+    served: int = 0
+    """Look-ups to which it gave chunks."""
     misses: int = 0
+    """Look-ups that it cut short."""
     commits: int = 0
+    reserved: int = 0
+    """Rows in the index that are not committed yet."""
     evictions: int = 0
 
     def __post_init__(self) -> None:
@@ -64,6 +73,9 @@ class Namespace:
     misses: int = 0
     last_tick: int = 0
 
+    def __post_init__(self) -> None:
+        next((g for g in self.groups if g.full), self.groups[0]).leading = self.chunk_size
+
     @property
     def key(self) -> bytes:
         """Parent key of its first chunks."""
@@ -75,12 +87,14 @@ class Namespace:
 
     @property
     def empty(self) -> bool:
-        return not any(group.index for group in self.groups)
+        return not any(len(group.index) for group in self.groups)
 
 
 def canonical(facts: Mapping[str, Any]) -> bytes:
     """The descriptor of a namespace: sorted JSON, the same bytes for equal facts."""
-    text = json.dumps(facts, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+    text = json.dumps(
+        facts, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False
+    )
     return text.encode()
 
 
@@ -118,7 +132,9 @@ class _Record(msgspec.Struct, array_like=True):
     id: int
     descriptor: bytes
     chunk_size: int
-    groups: list[tuple[str, str, int, int, dict[str, Any]]]  # name, rule, its parameter, bytes, info
+    groups: list[
+        tuple[str, str, int, int, dict[str, Any]]
+    ]  # name, rule, its parameter, bytes, info
 
 
 class _Blob(msgspec.Struct, array_like=True):
@@ -158,6 +174,7 @@ class NamespaceStore:
         self._meta = arena.meta
         self._start = arena.regions.namespaces
         self._area = arena.regions.namespace_area
+        self._sequence = 0
 
     def save(self, next_id: int, namespaces: list[Namespace]) -> None:
         """Raises CatalogError if they do not fit."""
@@ -171,7 +188,8 @@ class NamespaceStore:
                 f"the descriptors of {len(namespaces)} namespaces take {len(body)} bytes, there is "
                 f"room for {self._area}; clear some, or start the server with a larger --l1-size-gb"
             )
-        sequence = max((self._read(i) or (0, b""))[0] for i in (0, 1)) + 1
+        self._sequence += 1
+        sequence = self._sequence
         at = self._start + sequence % 2 * self._area
         self._meta[at : at + _HEAD.size] = bytes(_HEAD.size)  # never a head with another body
         self._meta[at + _HEAD.size : at + _HEAD.size + len(body)] = body
@@ -185,7 +203,8 @@ class NamespaceStore:
             if any(self._meta[self._start : self._start + 2 * self._area]):
                 raise CatalogError("the table of namespaces is damaged")
             return 1, []
-        blob = msgspec.msgpack.decode(max(found)[1], type=_Blob)
+        self._sequence, body = max(found)
+        blob = msgspec.msgpack.decode(body, type=_Blob)
         return blob.next_id, [
             Namespace(r.id, r.descriptor, r.chunk_size, _groups(r)) for r in blob.namespaces
         ]

@@ -53,7 +53,8 @@ class Windows:
     def extents_in(self, window: Window) -> list[int]:
         """First slabs of the extents that a window touches."""
         slabs = self._slabs.arena.slabs[window[0] : window[0] + window[1]]
-        return np.unique(slabs["first"][slabs["extent_slabs"] > 0]).tolist()
+        starts: list[int] = np.unique(slabs["first"][slabs["extent_slabs"] > 0]).tolist()
+        return starts
 
     def rows_in(self, start: int) -> Rows:
         """All rows of the extent at slab `start`."""
@@ -68,7 +69,7 @@ class Windows:
             elif score < than:
                 return kept.pop()
             else:
-                return None  # the rest is warmer still
+                kept.clear()  # the rest is warmer still; better ones are for the next scoring
         return None
 
     def _score_now(self, size: int, window: Window) -> float | None:
@@ -112,9 +113,7 @@ def _facts(table: npt.NDArray[np.uint64]) -> tuple[npt.NDArray[np.bool_], ...]:
     return blocked, used, np.where(used, table[..., 1], np.uint64(0))
 
 
-def _coldest(
-    score: npt.NDArray[np.float64], shut: npt.NDArray[np.bool_], m: int
-) -> list[Window]:
+def _coldest(score: npt.NDArray[np.float64], shut: npt.NDArray[np.bool_], m: int) -> list[Window]:
     """Up to KEPT windows of m slabs without a shut one that do not overlap, the coldest last."""
     if not 0 < m <= len(score):
         return []

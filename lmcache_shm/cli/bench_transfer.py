@@ -10,8 +10,9 @@ import mmap
 import os
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -38,6 +39,20 @@ class BenchArena:
         self.data_array: Bytes = np.frombuffer(mmap.mmap(fd, nbytes), dtype=np.uint8)
         self.hot: npt.NDArray[Any] = np.zeros(slots, dtype=HOT_DTYPE)
         self.hot["generation"] = GENERATION
+        self.fd = fd
+
+
+@contextmanager
+def bench_arena(nbytes: int, slots: int) -> Iterator[BenchArena]:
+    """Fresh payload memory, touched as the server's prefault would have done."""
+    fd = os.memfd_create("lmcache-shm-bench")
+    try:
+        os.posix_fallocate(fd, 0, nbytes)
+        arena = BenchArena(fd, nbytes, slots)
+        arena.data_array[:] = 0
+        yield arena
+    finally:
+        os.close(fd)
 
 
 def measure_group(group: LayerGroup, rounds: int, threads: Sequence[int]) -> list[Row]:
@@ -45,15 +60,9 @@ def measure_group(group: LayerGroup, rounds: int, threads: Sequence[int]) -> lis
     slot_bytes = group.layers * group.page_bytes * (group.stored_pages or group.pages_per_chunk)
     kv = KvMemory(group, max(2, min(64, TARGET_BYTES // slot_bytes)))
     slots, region = len(kv.block_ids), -(-kv.layout.region_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
-    fd = os.memfd_create("lmcache-shm-bench")
-    try:
-        os.posix_fallocate(fd, 0, slots * region)
-        arena = BenchArena(fd, slots * region, slots)
-        arena.data_array[:] = 0  # what the server's prefault has done before anyone stores
-        first = _first_store(fd, kv, slots, region)
+    with bench_arena(slots * region, slots) as arena:
+        first = _first_store(arena.fd, kv, slots, region)
         rows = [_measure(arena, kv, region, rounds, n) for n in threads]
-    finally:
-        os.close(fd)
     for row in rows:
         row["slot_mib"] = slot_bytes / MIB
         row["page_kib"] = group.page_bytes / 1024
@@ -73,13 +82,13 @@ def _measure(arena: BenchArena, kv: KvMemory, region: int, rounds: int, threads:
     gc.disable()
     try:
         for round_ in range(rounds + 1):
-            taken = {
+            lap = {
                 "memcpy": _timed(lambda: _memcpy(pool, arena.data_array, kv, region, threads)),
                 "store": _timed(lambda: _copy(engine, arena, kv, region, "store")),
                 "load": _timed(lambda: _copy(engine, arena, kv, region, "load")),
             }
             if round_:  # the first round warms caches and page tables
-                for name, seconds in taken.items():
+                for name, seconds in lap.items():
                     times[name].append(seconds)
     finally:
         engine.close()
@@ -87,10 +96,10 @@ def _measure(arena: BenchArena, kv: KvMemory, region: int, rounds: int, threads:
         if was_enabled:
             gc.enable()
     row: Row = {"threads": threads, "bytes": moved}
-    for name, seconds in times.items():
-        row[f"{name}_gbs"] = moved / statistics.median(seconds) / 1e9
+    for name, taken in times.items():
+        row[f"{name}_gbs"] = moved / statistics.median(taken) / 1e9
         if name != "memcpy":
-            pairs = zip(times["memcpy"], seconds, strict=True)
+            pairs = zip(times["memcpy"], taken, strict=True)
             row[f"{name}_ratio"] = statistics.median(base / ours for base, ours in pairs)
     return row
 

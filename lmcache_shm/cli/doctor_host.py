@@ -62,11 +62,12 @@ def shared_memory(
 
 def users(most: int = 4) -> Iterator[Finding]:
     """The largest files in /dev/shm, and which processes have them mapped."""
-    found = []
     try:
-        for entry in os.scandir(SHM_DIR):
-            if entry.is_file(follow_symlinks=False):
-                found.append((entry.stat(follow_symlinks=False).st_blocks * 512, entry.name))
+        found = [
+            (entry.stat(follow_symlinks=False).st_blocks * 512, entry.name)
+            for entry in os.scandir(SHM_DIR)
+            if entry.is_file(follow_symlinks=False)
+        ]
     except OSError:
         return
     mapped = _mapped({name for _, name in found})

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from lmcache_shm.arena.layout import PAGE, SlotState
+from lmcache_shm.arena.layout import SlotState
 from lmcache_shm.catalog.catalog import GroupSpec
 from lmcache_shm.catalog.hits import ChunkedLocal, Full, Recurrent, Rule, Window
 from lmcache_shm.control.engines import MAX_GROUPS, Engine
@@ -42,10 +42,10 @@ def register(service: "Service", session: Session, request: Register) -> Registe
         message = f"waiting for rank {who} of {engine.world} to attach"
         return Registered(service.boot, arena_id, False, message)
     slots = _geometries(engine, request)
-    _check_fit(service, request, slots)
     namespace = service.catalog.register(
         request.descriptor,
-        [_spec(info, slot) for info, slot in zip(request.groups, slots, strict=True)],
+        [_spec(info, slot, request.name) for info, slot in zip(request.groups, slots, strict=True)],
+        request.chunk_size,
     )
     session.namespace = namespace.id
     session.client = engine.index
@@ -99,21 +99,15 @@ def _geometries(engine: Engine, request: Register) -> list[SlotGeometry]:
         raise Denied("refused", str(error)) from None
 
 
-def _check_fit(service: "Service", request: Register, slots: list[SlotGeometry]) -> None:
-    arena = service.arena.data_bytes
-    for info, slot in zip(request.groups, slots, strict=True):
-        need = -(-slot.slot_bytes // PAGE) * PAGE
-        if need > arena:
-            raise Denied(
-                "refused",
-                f"one chunk of group {info.name} takes {need / 2**20:.1f} MiB, the arena has "
-                f"{arena / 2**20:.1f} MiB; start the server with a larger --l1-size-gb or a "
-                "smaller --chunk-size",
-            )
-
-
-def _spec(info: GroupInfo, slot: SlotGeometry) -> GroupSpec:
-    return GroupSpec(name=info.name, rule=_rule(info), slot_bytes=slot.slot_bytes)
+def _spec(info: GroupInfo, slot: SlotGeometry, model: str) -> GroupSpec:
+    shown = {
+        "model": model[:256],
+        "kv_groups": info.kv_groups,
+        "layers": info.layers,
+        "block_sizes": info.block_sizes,
+        "parts": info.parts,
+    }
+    return GroupSpec(info.name, _rule(info), slot.slot_bytes, shown)
 
 
 def _rule(info: GroupInfo) -> Rule:

@@ -13,13 +13,14 @@ import numpy as np
 
 from lmcache_shm import __version__
 from lmcache_shm.arena.segment import Arena
-from lmcache_shm.catalog.catalog import Catalog
+from lmcache_shm.catalog.catalog import Catalog, CatalogError
 from lmcache_shm.config import Config
 from lmcache_shm.control import messages as m
 from lmcache_shm.control.engines import Engines
 from lmcache_shm.control.processes import Process
 from lmcache_shm.control.registration import register
 from lmcache_shm.control.session import Denied, Rows, Session
+from lmcache_shm.control.snapshot import TickClock, snapshot
 
 log = logging.getLogger("lmcache_shm")
 
@@ -73,6 +74,7 @@ class Service:
         self.reported: Counter[str] = Counter()
         """Reasons of misses that only clients see."""
         self.latency = {"acquire": Histogram(), "step": Histogram()}
+        self.clock = TickClock(catalog.tick, self.started)
         self.events: deque[tuple[float, str]] = deque(maxlen=50)
         self.pinned = 0
         self._numbers = 0
@@ -113,7 +115,9 @@ class Service:
             self._unpin(session, lease)
         rows, session.reserved = sorted(session.reserved), set()
         session.in_doubt.clear()
-        session.namespace = -1
+        if session.namespace >= 0:
+            self.catalog.leave(session.namespace)
+            session.namespace = -1
         if session.engine is not None:
             self.engines.quarantine(session.engine, rows)
             self.engines.leave(session)
@@ -128,6 +132,9 @@ class Service:
         except Denied as denied:
             self.counters["denied"] += 1
             return self._error(denied.code, str(denied))
+        except CatalogError as error:
+            self.counters["denied"] += 1
+            return self._error("refused", str(error))
         except Exception as error:
             log.exception("%s of %s failed", type(request).__name__, session.title)
             self.counters["failures"] += 1
@@ -135,6 +142,7 @@ class Service:
 
     def tick(self, now: float) -> None:
         self.engines.tick(now)
+        self.clock.note(self.catalog.tick, now)
 
     def outstanding(self) -> int:
         """Leases and reservations that engines hold."""
@@ -294,8 +302,6 @@ class Service:
         return m.Done(self.boot, count)
 
     def _status(self, session: Session, request: m.Status) -> m.Message:
-        from lmcache_shm.control.snapshot import snapshot  # noqa: PLC0415  (not at the start)
-
         return m.StatusReply(self.boot, snapshot(self))
 
     def _list(self, session: Session, request: m.List) -> m.Message:

@@ -102,7 +102,7 @@ def _extend(last: Bundle, lane: Lane, segment: int, max_bytes: int) -> Bundle | 
 
 def consecutive(ids: Ids) -> Iterator[tuple[int, int, int]]:
     """Maximal runs of ascending neighbours in ``ids`` as (position, first block id, length)."""
-    cuts = np.flatnonzero(np.diff(ids) != 1) + 1
+    cuts = np.flatnonzero(ids[1:] - ids[:-1] != 1) + 1
     starts = np.concatenate(([0], cuts)).tolist()
     ends = [*starts[1:], len(ids)]
     for start, end, block in zip(starts, ends, ids[starts].tolist(), strict=True):
@@ -111,4 +111,4 @@ def consecutive(ids: Ids) -> Iterator[tuple[int, int, int]]:
 
 def count_runs(ids: Ids) -> int:
     """How many runs ``consecutive`` yields, without making them."""
-    return int(np.count_nonzero(np.diff(ids) != 1)) + 1
+    return int(np.count_nonzero(ids[1:] - ids[:-1] != 1)) + 1

@@ -37,7 +37,7 @@ class TorchDevice:
     def enter_thread(self) -> None:
         """Nothing to do: tensors know their device."""
 
-    def register(self, address: int, nbytes: int) -> int:  # noqa: ARG002
+    def register(self, address: int, nbytes: int) -> int:
         raise DeviceError(
             "pinning", NOT_SUPPORTED, f"not supported on {self.name}", "Using pageable copies."
         )
@@ -52,15 +52,15 @@ class TorchDevice:
         event.record()
         return event
 
-    def wait(self, kind: JobKind, event: Any) -> None:  # noqa: ARG002
+    def wait(self, kind: JobKind, event: Any) -> None:
         """Block: the copies that follow are not on a stream of their own."""
         if event is not None:
             event.synchronize()
 
-    def mark(self, kind: JobKind) -> Any:  # noqa: ARG002
+    def mark(self, kind: JobKind) -> Any:
         return True
 
-    def reached(self, event: Any) -> bool:  # noqa: ARG002
+    def reached(self, event: Any) -> bool:
         return True
 
     def synchronize(self, kind: JobKind) -> None:

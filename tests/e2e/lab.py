@@ -1,11 +1,11 @@
 """One model's bench: outputs of an engine without any connector, a server, and an engine that uses it."""
 
-import json
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
+import msgspec
 
 from tests.e2e.predict import Rule, World
 from tools.server_process import Server, Table
@@ -13,7 +13,7 @@ from tools.tiny_models.process import Engine, Output
 from tools.tiny_models.prompts import tokens
 
 NEW = 8  # generated tokens
-TOLERANCE = 1e-3  # of a logprob; another prefix moves them by 0.1 and more
+TOLERANCE = 1e-4  # of a logprob: rounding gives 1e-5 in float32, another prefix 0.1 and more
 WINDOW = 64
 
 
@@ -34,16 +34,16 @@ BENCHES = {
         Bench("gemma3", 128, (FULL, SLIDING)),
         Bench("gemma4", 128, (FULL, SLIDING)),
         Bench("gpt_oss", 128, (FULL, SLIDING)),
-        # Twice vLLM's unified block of 160: so a local hit can end in the middle of a chunk.
+        # Twice vLLM's unified block (160, 96): so a local hit can end in the middle of a chunk.
         Bench("qwen3_5", 320, (FULL, STATE)),
-        Bench("falcon_h1", 320, (FULL, STATE)),
+        Bench("falcon_h1", 192, (FULL, STATE)),
     )
 }
 
 
 def prompts(chunk: int) -> dict[str, list[int]]:
     """The prompts of every test. Names say how they relate."""
-    whole = 256 // chunk + 1  # chunks in the boundary cases: 3 of 128, 1 of 320
+    whole = 256 // chunk + 1  # chunks in the boundary cases: 3 of 128, 2 of 192, 1 of 320
     long = tokens("long", 1317)
     cut = 2 * chunk + chunk // 2 + 30
     shared = tokens("shared", 2 * chunk + 50)
@@ -128,9 +128,17 @@ class Lab:
     # -------------------------------------------------------------------------------- the arena
     def groups(self) -> list[int]:
         """Numbers of the object groups in the slot table, in the order of `bench.rules`."""
-        kinds = self.engine.ask("python", code=OBJECT_GROUPS)
-        wanted = [{"chunked": "chunked_local"}.get(rule.kind, rule.kind) for rule in self.bench.rules]
-        return [kinds.index(kind) for kind in wanted]
+        (namespace,) = self.server.status()["namespaces"]
+        kinds = [group["kind"] for group in namespace["groups"]]
+        assert len(kinds) == len(self.bench.rules)
+        return [kinds.index({"chunked": "chunked_local"}.get(rule.kind, rule.kind)) for rule in self.bench.rules]
+
+    def wait_connected(self, timeout_s: float = 20.0) -> None:
+        """Wait until the engine has registered (again)."""
+        deadline = time.monotonic() + timeout_s
+        while not any(c["connected"] and c["namespace"] >= 0 for c in self.server.status()["clients"]):
+            assert time.monotonic() < deadline, f"the engine does not come back\n{self.engine.log_tail()}"
+            time.sleep(0.02)
 
     def stored(self, table: Table) -> list[int]:
         """Committed chunks by rule."""
@@ -147,14 +155,5 @@ class Lab:
 
 
 def msgpack_ids(ids: Sequence[int]) -> bytes:
-    import msgspec
-
+    """How a slot keeps its token ids."""
     return msgspec.msgpack.encode(list(ids))
-
-
-# Run beside the engine: the rule of each object group of the connector.
-OBJECT_GROUPS = "result = [g.rule for g in scheduler.connector.scheduler_side.groups]"
-
-
-def as_json(value: Any) -> str:
-    return json.dumps(value, default=lambda x: x.tolist() if isinstance(x, np.ndarray) else str(x))

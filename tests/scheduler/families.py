@@ -232,12 +232,14 @@ def _engine_config(world: int, asynchronous: bool, drafts: int) -> VllmConfig:
 
 @dataclass(frozen=True)
 class Setup:
-    """All that an engine start decides; `blocks` includes the null block."""
+    """All that an engine start decides."""
 
     family: Family
     chunk: int
     step: int
-    blocks: int
+    room: float = 1.0
+    """KV blocks: as many as this many requests of the greatest length need."""
+    max_len: int = MAX_MODEL_LEN
     asynchronous: bool = False
     drafts: int = 0
     max_seqs: int = 6
@@ -271,9 +273,9 @@ def vllm_config(setup: Setup, engine_id: str | None, extra: Mapping[str, Any]) -
         cache_config=fork(
             base.cache_config,
             kv_cache_layout=family.layout,
-            num_gpu_blocks_override=setup.blocks,
             **family.cache,
         ),
+        model_config=fork(base.model_config, max_model_len=setup.max_len),
         scheduler_config=fork(
             base.scheduler_config,
             max_num_batched_tokens=setup.step,
@@ -299,6 +301,10 @@ def kv_cache_configs(
             for name, s in specs.items()
         }
     world = setup.family.world
+    groups = kcu.get_kv_cache_groups(config, dict(specs))
+    per_block = kcu._pool_bytes_per_block(config, groups)  # noqa: SLF001
+    one = -(-kcu._max_memory_usage_bytes_from_groups(config, groups) // per_block)  # noqa: SLF001
+    config.cache_config.num_gpu_blocks_override = 1 + int(one * setup.room)
     workers = kcu.get_kv_cache_configs(config, [dict(specs) for _ in range(world)], [1 << 30] * world)
     for worker in workers:
         worker.kv_cache_layout = setup.family.layout

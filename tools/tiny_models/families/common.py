@@ -24,7 +24,8 @@ def cfg(architecture: str, model_type: str, **fields: Any) -> dict[str, Any]:
     return {"architectures": [architecture], "model_type": model_type, **BASE, **fields}
 
 
-# Recurrent models. A step in [N, 2N) tokens, N = vLLM's unified block (160 in most of these), ends on every boundary.
+# Recurrent models. N is vLLM's unified block: 160 for GDN in bf16, 96 for Mamba2 in float32, 64 for Jamba. With a budget in
+# [N, 2N) tokens a step ends on every boundary; a family with another N sets its own.
 ALIGN: dict[str, Any] = {
     "mamba_cache_mode": "align",
     "max_num_batched_tokens": 288,

@@ -38,5 +38,5 @@ CONFIG = cfg(
         "original_max_position_embeddings": 4096,
     },
 )
-ENGINE = {"block_size": 16, "dtype": "float32"}
+ENGINE = {"block_size": 16}
 HOOKS = ["mla_cpu_prefix_caching"]

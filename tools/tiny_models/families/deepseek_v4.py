@@ -44,6 +44,6 @@ CONFIG = cfg(
     hc_eps=1e-6,
     num_nextn_predict_layers=0,
 )
-ENGINE = {"max_num_batched_tokens": 512, "max_model_len": 4096}
+ENGINE = {"dtype": "bfloat16"}
 HOOKS = ["triton_interpret", "mla_cpu_prefix_caching", "dsv4_cpu"]
 ENV = {"VLLM_USE_V2_MODEL_RUNNER": "0"}

@@ -23,5 +23,5 @@ CONFIG = cfg(
     mlp_multipliers=[1.0, 1.0],
     ssm_multipliers=[1.0] * 5,
 )
-ENGINE = dict(ALIGN)
+ENGINE = {**ALIGN, "max_num_batched_tokens": 176}
 HOOKS = ["mamba2_cpu_checkpoint"]

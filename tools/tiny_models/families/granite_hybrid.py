@@ -23,5 +23,5 @@ CONFIG = cfg(
     mamba_proj_bias=False,
     rope_theta=10000.0,
 )
-ENGINE = dict(ALIGN)
+ENGINE = {**ALIGN, "max_num_batched_tokens": 176}
 HOOKS = ["mamba2_cpu_checkpoint"]

@@ -20,5 +20,5 @@ CONFIG = cfg(
     mamba_proj_bias=False,
     use_mamba_kernels=False,
 )
-ENGINE = {**ALIGN, "max_num_batched_tokens": 176}
+ENGINE = {**ALIGN, "max_num_batched_tokens": 112}
 HOOKS = ["mamba1_cpu_scan"]

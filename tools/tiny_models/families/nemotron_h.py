@@ -24,5 +24,5 @@ CONFIG = cfg(
     layer_norm_epsilon=1e-5,
     mamba_hidden_act="silu",
 )
-ENGINE = dict(ALIGN)
+ENGINE = {**ALIGN, "max_num_batched_tokens": 176}
 HOOKS = ["mamba2_cpu_checkpoint"]

@@ -21,5 +21,5 @@ CONFIG = cfg(
         "mrope_interleaved": True,
     },
 )
-ENGINE = dict(ALIGN)
+ENGINE = {**ALIGN, "dtype": "bfloat16"}  # what the CPU kernel of GDN takes
 STUBS = True  # qwen3_5.py imports qwen3_vl -> HF qwen2_vl image processor -> torchvision

@@ -23,5 +23,5 @@ CONFIG = cfg(
     partial_rotary_factor=0.25,
     rope_theta=10000.0,
 )
-ENGINE = dict(ALIGN)
+ENGINE = {**ALIGN, "dtype": "bfloat16"}  # what the CPU kernel of GDN takes
 STUBS = True

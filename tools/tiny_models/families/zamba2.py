@@ -29,5 +29,5 @@ CONFIG = cfg(
     use_conv_bias=True,
     tie_word_embeddings=True,
 )
-ENGINE = {**ALIGN, "max_num_batched_tokens": 112}
+ENGINE = {**ALIGN, "block_size": 96, "max_num_batched_tokens": 176}
 HOOKS = ["mamba2_cpu_checkpoint"]

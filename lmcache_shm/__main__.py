@@ -1,0 +1,5 @@
+"""``python -m lmcache_shm`` is the console script."""
+
+from lmcache_shm.cli.app import main
+
+main()

@@ -1,0 +1,151 @@
+"""What dead instances left behind: segments, lock files, sockets. Found, told apart from the living, removed.
+
+Living is what holds its lock: a server keeps one on its meta segment and one on its lock file. Removal happens
+under that lock and by identity (device and inode), never by name alone.
+"""
+
+import os
+import stat
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from lmcache_shm.arena import memory
+from lmcache_shm.arena.layout import PAGE, Header
+from lmcache_shm.arena.owner import LOCK_SUFFIX, same_file, try_lock
+from lmcache_shm.arena.segment import META_SUFFIX, PREFIX, owner_pid, unlink_if
+
+SOCKET_SUFFIX = ".sock"
+
+Kind = Literal["data", "meta", "lock", "socket"]
+
+
+@dataclass(frozen=True)
+class Leftover:
+    """One file of an instance. `live`: its server runs. `note`: for people (kept arena, damaged, …)."""
+
+    kind: Kind
+    instance: str
+    path: Path
+    nbytes: int
+    device: int
+    inode: int
+    pid: int
+    """Of the last owner that wrote itself down; 0: unknown."""
+    live: bool
+    note: str
+
+
+def leftovers(runtime_dir: Path) -> list[Leftover]:
+    """Everything of ours (this uid) in /dev/shm and in the runtime directory, living or not."""
+    found = list(_segments())
+    live = {entry.instance for entry in found if entry.live}
+    return found + list(_runtime_files(runtime_dir, live))
+
+
+def purge(entries: Iterable[Leftover]) -> list[Leftover]:
+    """Remove the dead among `entries`; what was removed. One that came to life meanwhile stays."""
+    ordered = sorted(
+        entries, key=lambda entry: entry.kind == "meta"
+    )  # meta last: its lock guards the data
+    return [entry for entry in ordered if not entry.live and _remove(entry)]
+
+
+def _segments() -> Iterator[Leftover]:
+    folder = Path(memory.SHM_DIR)
+    for path in sorted(folder.glob(PREFIX + "*")):
+        try:
+            facts = path.lstat()
+        except OSError:
+            continue
+        if facts.st_uid != os.getuid() or not stat.S_ISREG(facts.st_mode):
+            continue
+        name = path.name.removeprefix(PREFIX)
+        meta = path if name.endswith(META_SUFFIX) else path.with_name(path.name + META_SUFFIX)
+        pid, live, note = _state_of(meta)
+        yield Leftover(
+            "meta" if meta is path else "data",
+            name.removesuffix(META_SUFFIX),
+            path,
+            facts.st_size,
+            facts.st_dev,
+            facts.st_ino,
+            pid,
+            live,
+            note,
+        )
+
+
+def _state_of(meta: Path) -> tuple[int, bool, str]:
+    """(pid of the owner, whether it lives, what it is) of the instance with this meta segment."""
+    fd = _open(meta)
+    if fd < 0:
+        return 0, False, "data without a slot table"
+    try:
+        live = not try_lock(fd)
+        try:
+            Header.unpack(os.pread(fd, PAGE, 0))
+            note = "in use" if live else "arena of a dead server; a new one can adopt it"
+        except ValueError as error:
+            note = "being made" if live else f"damaged: {error}"
+        return owner_pid(fd), live, note
+    finally:
+        os.close(fd)
+
+
+def _runtime_files(folder: Path, live: set[str]) -> Iterator[Leftover]:
+    kinds: dict[str, Kind] = {LOCK_SUFFIX: "lock", SOCKET_SUFFIX: "socket"}
+    for path in sorted(folder.iterdir()) if folder.is_dir() else []:
+        kind = kinds.get(path.suffix)
+        if kind is None:
+            continue
+        try:
+            facts = path.lstat()
+        except OSError:
+            continue
+        if facts.st_uid != os.getuid():
+            continue
+        pid, held = _lock_state(path.with_suffix(LOCK_SUFFIX))
+        alive = held or path.stem in live
+        note = "in use" if alive else f"{kind} of a dead server"
+        yield Leftover(
+            kind, path.stem, path, facts.st_size, facts.st_dev, facts.st_ino, pid, alive, note
+        )
+
+
+def _lock_state(path: Path) -> tuple[int, bool]:
+    """(pid, held) of a lock file."""
+    fd = _open(path)
+    if fd < 0:
+        return 0, False
+    try:
+        word = os.pread(fd, 64, 0).split()[:1]
+        return (int(word[0]) if word and word[0].isdigit() else 0), not try_lock(fd)
+    finally:
+        os.close(fd)
+
+
+def _remove(entry: Leftover) -> bool:
+    """Remove one file if nobody owns its instance now. A socket goes by the lock beside it."""
+    guard = {
+        "data": entry.path.with_name(entry.path.name + META_SUFFIX),
+        "meta": entry.path,
+        "lock": entry.path,
+        "socket": entry.path.with_suffix(LOCK_SUFFIX),
+    }[entry.kind]
+    fd = _open(guard)
+    try:
+        if fd >= 0 and not (try_lock(fd) and same_file(fd, guard)):
+            return False
+        return unlink_if(entry.path, entry.device, entry.inode)
+    finally:
+        if fd >= 0:
+            os.close(fd)
+
+
+def _open(path: Path) -> int:
+    try:
+        return os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError:
+        return -1

@@ -1,0 +1,60 @@
+"""Room for new slots: free ones, else the least recently used ones of the same size, else colder extents of
+other sizes. Synchronous, and bounded by what is asked for."""
+
+import math
+
+import numpy as np
+
+from lmcache_shm.arena.layout import Rows, SlotState
+from lmcache_shm.catalog.eviction import Lru
+from lmcache_shm.catalog.slots import Slots
+from lmcache_shm.catalog.windows import Window, Windows
+
+
+class Room:
+    def __init__(self, slots: Slots) -> None:
+        self._slots = slots
+        self._lru = Lru(slots.allocator)
+        self._windows = Windows(slots.allocator, self._lru)
+
+    def make(self, slot_bytes: int, n: int, before: int) -> Rows:
+        """Up to n rows for slots of this size; fewer when all the rest is pinned, in flight or newer.
+
+        What leaves is older than `before`, the newcomers' tick; only a size that has no place at all takes
+        newer ones from others.
+        """
+        slots, allocator = self._slots, self._slots.allocator
+        self._lru.changes = slots.changes
+        parts = [allocator.alloc(slot_bytes, n)]
+        missing = n - len(parts[0])
+        while missing:
+            oldest = self._lru.oldest(slot_bytes, before)
+            if oldest is not None:
+                than: float = oldest
+            else:
+                than = before if allocator.extents_of(slot_bytes) else math.inf
+            window = self._windows.colder(slot_bytes, than, urgent=oldest is None)
+            if window is not None:
+                self._take_over(slot_bytes, window)
+            elif oldest is not None:
+                gone = self._lru.take(slot_bytes, missing, before)
+                slots.evict(gone)
+                self._windows.evicted(slot_bytes, len(gone))
+            else:
+                break
+            parts.append(allocator.alloc(slot_bytes, missing))
+            missing -= len(parts[-1])
+        rows = np.concatenate(parts) if len(parts) > 1 else parts[0]
+        slots.used += len(rows)
+        return rows
+
+    def _take_over(self, slot_bytes: int, window: Window) -> None:
+        """Empty the extents that a window touches and bind the window to this size."""
+        allocator = self._slots.allocator
+        for start in self._windows.extents_in(window):
+            self._slots.evict(
+                self._slots.in_state(self._windows.rows_in(start), SlotState.COMMITTED)
+            )
+            allocator.unbind(start)
+        allocator.bind(slot_bytes, *window)
+        self._slots.counters["rebinds"] += 1

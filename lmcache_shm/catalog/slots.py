@@ -1,0 +1,112 @@
+"""Rows and who they belong to: the table's columns, the tick, and the way back from a row to an index."""
+
+from collections import Counter
+from collections.abc import Iterator
+
+import numpy as np
+
+from lmcache_shm.arena.allocator import SlabAllocator
+from lmcache_shm.arena.layout import COLD_DTYPE, FLAG_DROP, U64, Mask, Rows, SlotState
+from lmcache_shm.arena.segment import Arena
+from lmcache_shm.catalog.index import split
+from lmcache_shm.catalog.keys import KEY
+from lmcache_shm.catalog.misses import Ghosts
+from lmcache_shm.catalog.namespace import Group, Namespace
+
+FIRST_TICK = 1 << 32
+"""Ticks start here, so that a row may be made older than any that is in use."""
+
+COUNTERS = (
+    "evictions", "rebinds", "stores_skipped_full", "stores_skipped_busy", "stores_exist", "commits",
+    "aborts", "dropped_at_commit", "acquires", "hit_chunks", "hit_tokens", "query_tokens", "clears",
+    "cleared_slots", "bytes_committed", "tokens_committed", "bytes_acquired", "bytes_evicted", "wrong_releases",
+    "wrong_commits", "namespaces_dropped",
+)  # fmt: skip
+
+PARENT_AT = 16
+"""Offset of `parent` in a cold row."""
+
+
+class Slots:
+    """What the verbs of the catalog share."""
+
+    def __init__(self, arena: Arena) -> None:
+        self.arena = arena
+        self.allocator = SlabAllocator(arena)
+        self.spaces: dict[int, Namespace] = {}
+        self.ghosts = Ghosts()
+        self.counters: Counter[str] = Counter(dict.fromkeys(COUNTERS, 0))
+        self.tick = FIRST_TICK
+        """The highest tick given so far."""
+        self.used = 0
+        """Rows that are neither UNUSED nor FREE."""
+        self.changes = 0
+        """Raised whenever rows may have become evictable."""
+        hot = arena.hot
+        self.state, self.flags, self.pins = hot["state"], hot["flags"], hot["pins"]
+        self.ticks: U64 = hot["tick"]
+        self._parents = arena.regions.cold + PARENT_AT
+
+    def parent_of(self, row: int) -> bytes:
+        """Key of the chunk before a row's."""
+        at = self._parents + row * COLD_DTYPE.itemsize
+        return self.arena.meta[at : at + KEY]
+
+    def keys_of(self, rows: Rows) -> list[bytes]:
+        return split(self.arena.cold["key"][rows].tobytes())
+
+    def owners(self, rows: Rows) -> Iterator[tuple[Group, Rows]]:
+        """`rows` by group; those of namespaces that are gone are left out."""
+        if not len(rows):
+            return
+        hot = self.arena.hot
+        owner = hot["namespace"][rows].astype(np.uint64) << np.uint64(16) | hot["group"][rows]
+        first = int(owner[0])
+        same = bool((owner == owner[0]).all())
+        for word in [first] if same else np.unique(owner).tolist():
+            space = self.spaces.get(word >> 16)
+            if space is not None and word & 0xFFFF < len(space.groups):
+                yield space.groups[word & 0xFFFF], rows if same else rows[owner == word]
+
+    def forget(self, rows: Rows) -> None:
+        """Take rows out of their indices; those that are in none (FLAG_DROP) must not be among them."""
+        for group, mine in self.owners(rows):
+            group.index.remove(self.keys_of(mine))
+
+    def evict(self, rows: Rows) -> None:
+        """Committed, unpinned rows leave: out of the index, FREE, remembered as ghosts."""
+        if not len(rows):
+            return
+        for group, mine in self.owners(rows):
+            group.evictions += len(mine)
+        self.forget(rows)
+        self.ghosts.add(self.arena.cold["key"][rows])
+        self.counters["evictions"] += len(rows)
+        self.counters["bytes_evicted"] += self.bytes_of(rows)
+        self.free(rows)
+
+    def free(self, rows: Rows) -> None:
+        """Rows that are in no index any more become FREE."""
+        self.allocator.free(rows)
+        self.used -= len(rows)
+
+    def bytes_of(self, rows: Rows) -> int:
+        return int(self.arena.cold["slot_bytes"][rows].sum())
+
+    def is_dropped(self, rows: Rows) -> Mask:
+        dropped: Mask = self.flags[rows] & FLAG_DROP != 0
+        return dropped
+
+    def drop(self, rows: Rows) -> None:
+        """Reserved or pinned rows are cleared: out of the index now, FREE later."""
+        self.forget(rows)
+        self.flags[rows] |= FLAG_DROP
+
+    def in_state(self, rows: Rows, *states: SlotState) -> Rows:
+        """Those of `rows` that are in one of `states`."""
+        now = self.state[rows]
+        keep = np.zeros(len(rows), np.bool_)
+        for state in states:
+            keep |= now == state
+        kept: Rows = rows[keep]
+        return kept

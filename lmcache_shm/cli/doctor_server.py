@@ -1,0 +1,284 @@
+"""The server's side of `doctor`: where it listens, what dead ones left, how a live one does."""
+
+import os
+import re
+import stat
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from lmcache_shm import __version__
+from lmcache_shm.arena.memory import SHM_DIR
+from lmcache_shm.cli.figures import count, duration, percent
+from lmcache_shm.cli.findings import Finding, note, ok, problem
+from lmcache_shm.control.connection import (
+    Connection,
+    ControlError,
+    DeadlineExceeded,
+    ProtocolError,
+    Refused,
+)
+from lmcache_shm.control.messages import (
+    PROTOCOL,
+    Check,
+    CheckReply,
+    Hello,
+    HelloReply,
+    Status,
+    StatusReply,
+)
+from lmcache_shm.control.processes import stat as process_stat
+
+SHORT_LIFE_S = 60.0
+"""A cache whose coldest chunk is younger than this turns over too fast to be of use."""
+ENOUGH_LOOKUPS = 3
+Snapshot = Mapping[str, Any]
+
+
+# ---------------------------------------------------------------------------------- runtime directory
+def runtime_directory(path: Path, instance: str) -> Iterator[Finding]:
+    """Is the directory of the socket safe and usable?"""
+    area, elsewhere = "runtime directory", "export LMCACHE_SHM_RUNTIME_DIR=$HOME/.lmcache-shm"
+    socket_bytes = len(os.fsencode(path / f"{instance}.sock"))
+    if socket_bytes > 107:  # sockaddr_un
+        yield problem(area, f"the socket's path in {path} has {socket_bytes} bytes, 107 are allowed", elsewhere)
+        return
+    try:
+        facts = path.lstat()
+    except FileNotFoundError:
+        parent = next((p for p in path.parents if p.exists()), Path("/"))
+        if os.access(parent, os.W_OK | os.X_OK):
+            yield ok(area, f"{path} does not exist yet; the first server makes it")
+        else:
+            yield problem(area, f"{path} does not exist and {parent} is not writable", elsewhere)
+        return
+    except OSError as error:
+        yield problem(area, f"{path}: {error.strerror}", elsewhere)
+        return
+    if not stat.S_ISDIR(facts.st_mode):
+        yield problem(area, f"{path} is not a directory (a link is not taken)", f"rm {path}")
+    elif facts.st_uid != os.geteuid():
+        yield problem(
+            area,
+            f"{path} belongs to uid {facts.st_uid}, we are uid {os.geteuid()}: servers and engines "
+            "of one cache run as one user",
+            elsewhere,
+        )
+    elif facts.st_mode & 0o077:
+        yield problem(area, f"{path} is open to other users (mode {facts.st_mode & 0o777:o})", f"chmod 700 {path}")
+    else:
+        yield ok(area, f"{path}, mode 700")
+
+
+# ------------------------------------------------------------------------------------------- no answer
+def no_answer(path: Path, instance: str, owner: int, error: ControlError) -> Iterator[Finding]:
+    """Nobody serves this instance for us: why? `owner`: pid of the arena's live owner, 0 if there is none."""
+    area = "server"
+    if isinstance(error, Refused | ProtocolError):
+        yield problem(area, str(error), f"pip install lmcache-shm=={__version__}   (on both sides)")
+        return
+    if owner and process_stat(owner)[0] in {"T", "t"}:
+        yield problem(area, f"server {owner} is stopped", f"kill -CONT {owner}")
+    elif isinstance(error, DeadlineExceeded):
+        yield problem(area, f"the server does not answer: {error}", f"kill {owner or 'PID'}, then start it again")
+    elif owner:
+        other = [p for p in _sockets() if p.name == f"{instance}.sock" and p != path]
+        where = other[0].parent if other else Path("DIR")
+        yield problem(
+            area,
+            f"server {owner} owns instance {instance}, but does not listen at {path}: it has another "
+            f"runtime directory{f' ({where})' if other else ''}",
+            f"export LMCACHE_SHM_RUNTIME_DIR={where}   "
+            f'(for engines: "lmcache_shm.runtime_dir":"{where}")',
+        )
+    else:
+        running = sorted(p.stem for p in _sockets() if p.parent == path.parent and p.suffix == ".sock" and p != path)
+        text = f"no server of instance {instance} is running"
+        if running:
+            text += f"; running here: {', '.join(running)}"
+        yield problem(area, text, _start_line(instance))
+        if path.exists():
+            yield ok(area, f"{path} is left over; the next server replaces it")
+
+
+def _start_line(instance: str) -> str:
+    name = "" if instance == "default" else f" --instance {instance}"
+    return f"lmcache-shm server{name}"
+
+
+def _sockets() -> list[Path]:
+    """Listening Unix sockets of this network namespace that have a path."""
+    try:
+        lines = Path("/proc/net/unix").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return []
+    # Num RefCount Protocol Flags Type St Inode Path; flag 0x10000: listening
+    words = [line.split(maxsplit=7) for line in lines[1:]]
+    return [Path(w[7]) for w in words if len(w) == 8 and int(w[3], 16) & 0x10000 and w[7][0] == "/"]
+
+
+# -------------------------------------------------------------------------------------------- a server
+def greet(path: Path, deadline_s: float = 3.0) -> tuple[HelloReply, Snapshot, list[str]]:
+    """(greeting, snapshot, what `check` finds) of the server at `path`. Raises ControlError."""
+    hello = Hello(PROTOCOL, "tool", "", os.getpid(), {"command": "doctor"})
+    connection = Connection.open(str(path), hello, deadline_s)
+    try:
+        snapshot = connection.call(Status(), StatusReply).snapshot
+        findings = connection.call(Check(), CheckReply, 30.0).findings
+        return connection.hello, snapshot, findings
+    finally:
+        connection.close()
+
+
+def health(hello: HelloReply, snapshot: Snapshot, broken: list[str]) -> Iterator[Finding]:
+    """A server that answers: is it whole, is it used, does it help?"""
+    area, server = "server", snapshot["server"]
+    yield ok(
+        area,
+        f"instance {hello.instance}: version {hello.server_version}, pid {hello.pid}, up "
+        f"{duration(server['uptime_s'])}",
+    )
+    if hello.server_version != __version__:
+        yield note(
+            area, f"the server is lmcache-shm {hello.server_version}, this is {__version__}",
+            "restart the server from this environment",
+        )  # fmt: skip
+    if not Path(SHM_DIR + hello.data).exists():
+        yield problem(
+            area,
+            f"the server's arena is not in this {SHM_DIR}: they are different mounts, engines here "
+            "cannot map it",
+            "share it: docker run --ipc=host (or --ipc=container:SERVER) for both",
+        )
+    if broken:
+        yield problem(area, f"the slot table is inconsistent: {broken[0]}", "lmcache-shm check; then restart with --fresh")
+    if server["draining"]:
+        yield problem(area, "the server is draining: it takes no new work", f"start another: {_start_line(hello.instance)}")
+    yield from _engines_of(snapshot)
+    yield from _use(snapshot)
+    yield from namespaces(snapshot)
+
+
+def _engines_of(snapshot: Snapshot) -> Iterator[Finding]:
+    connected = [client for client in snapshot["clients"] if client["connected"]]
+    if not connected:
+        yield note(
+            "engines", "no engine is connected",
+            "start one with the line that the server printed at its start (README)",
+        )  # fmt: skip
+    for client in snapshot["clients"]:
+        title = f"engine {client['engine_id']} (pid {client['pid'] or '?'})"
+        dead = [str(worker["rank"]) for worker in client["workers"] if not worker["alive"]]
+        stopped = [
+            str(w["pid"]) for w in client["workers"] if w["alive"] and process_stat(w["pid"])[0] in {"T", "t"}
+        ]
+        if dead and client["connected"]:
+            yield problem("engines", f"{title}: workers of rank {', '.join(dead)} are gone", "restart the engine")
+        if stopped:
+            yield problem("engines", f"{title}: workers are stopped", f"kill -CONT {' '.join(stopped)}")
+        if client["connected"]:
+            yield ok("engines", f"{title}: {len(client['workers'])} workers, {client['leases']} leases")
+        elif client["quarantined"]:
+            yield note(
+                "engines",
+                f"{title} is gone; {client['quarantined']} slots stay in quarantine until its workers end",
+                "end what is left of that engine" if not stopped else "",
+            )
+
+
+def _use(snapshot: Snapshot) -> Iterator[Finding]:
+    """Does it help, and if not, why?"""
+    counters, misses, arena = snapshot["counters"], snapshot["misses"], snapshot["arena"]
+    area, asked, served = "use", counters["query_tokens"], counters["hit_tokens"]
+    if asked:
+        yield ok(area, f"{percent(served, asked)} of {count(asked)} looked-up tokens were served from the arena")
+    if counters["acquires"] >= ENOUGH_LOOKUPS and not served:
+        ranked = sorted(((n, reason) for reason, n in misses.items() if n), reverse=True)
+        reason = ranked[0][1] if ranked else "never_seen"
+        text, remedy = WHY_NO_HITS.get(reason, (reason.replace("_", " "), "see docs/troubleshooting.md"))
+        yield problem(area, f"{counters['acquires']} look-ups and no hit: {text}", remedy)
+    for reason, (text, remedy) in ENGINE_SIDE.items():
+        if misses.get(reason):
+            yield note(area, f"{misses[reason]} times {text}", remedy)
+    if counters["stores_skipped_full"]:
+        yield problem(
+            area,
+            f"{counters['stores_skipped_full']} stores found no room that was not in use",
+            _larger(arena["data_bytes"]),
+        )
+    age = arena.get("coldest_age_s")
+    if counters["evictions"] and age is not None and age < SHORT_LIFE_S:
+        yield problem(
+            area,
+            f"the oldest chunk was used {duration(age)} ago: the arena turns over too fast to serve much",
+            _larger(arena["data_bytes"]),
+        )
+
+
+def _larger(data_bytes: int) -> str:
+    return f"lmcache-shm server --l1-size-gb {data_bytes * 2 / 2**30:g}"
+
+
+WHY_NO_HITS = {
+    "never_seen": (
+        "the prompts share no whole chunk with what was stored",
+        "compare prompt lengths with the chunk size; send one prompt twice to test (docs/troubleshooting.md)",
+    ),
+    "evicted": ("chunks are evicted before they are asked for", "start the server with a larger --l1-size-gb"),
+    "other_namespace": (
+        "the chunks were stored by an engine of other settings",
+        "lmcache-shm status   (shows what differs between the namespaces)",
+    ),
+    "incomplete_group": (
+        "one of the model's cache groups misses its part of each prefix",
+        "probe the model: lmcache-shm probe MODEL, and use the step budget that it prints",
+    ),
+    "identity": (
+        "the same tokens were stored under another cache salt, adapter or image",
+        "use the same cache_salt if the users may share",
+    ),
+    "collision": (
+        "the same tokens were stored under another cache salt, adapter or image",
+        "use the same cache_salt if the users may share",
+    ),
+}
+ENGINE_SIDE = {
+    "no_server": ("an engine looked up while there was no server", "keep the server running"),
+    "deadline": (
+        "the server answered too late",
+        'give it a free CPU, or raise "lmcache_shm.deadline_ms"',
+    ),
+    "lease_limit": ("too much was pinned at once", "lower --max-num-seqs of the engine"),
+}
+
+
+def namespaces(snapshot: Snapshot) -> Iterator[Finding]:
+    """One model in several namespaces: engines that could share, and do not."""
+    by_model: dict[str, list[Mapping[str, Any]]] = {}
+    for namespace in snapshot["namespaces"]:
+        by_model.setdefault(namespace["name"], []).append(namespace)
+    for name, found in by_model.items():
+        for other in found[1:]:
+            first = dict(_flat(found[0].get("description") or {}))
+            second = dict(_flat(other.get("description") or {}))
+            differing = [
+                f"{key} ({first.get(key, '-')} / {second.get(key, '-')})"
+                for key in sorted(first.keys() | second.keys())
+                if first.get(key) != second.get(key)
+            ]
+            yield note(
+                "use",
+                f"{name} has two namespaces that share nothing: {'; '.join(differing[:4]) or 'see status'}",
+                "start the engines with equal settings if they should share",
+            )
+
+
+def _flat(item: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
+    if isinstance(item, Mapping):
+        for name, value in item.items():
+            yield from _flat(value, f"{prefix}.{name}" if prefix else str(name))
+    elif isinstance(item, list) and any(isinstance(value, Mapping) for value in item):
+        for k, value in enumerate(item):
+            yield from _flat(value, f"{prefix}[{k}]")
+    else:
+        yield prefix, re.sub(r"\s+", " ", str(item))[:60]

@@ -1,0 +1,88 @@
+"""What else than its token ids identifies a chunk: cache salt, LoRA adapter, media, prompt embeddings.
+
+The canonical bytes of it go into a chunk's key, and their digest is compared at a hit. Salt and adapter
+count for every chunk and not only (through the chain) from the first one on: then a collision of keys
+can never cross from one tenant to another.
+"""
+
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+_encode = msgspec.msgpack.Encoder().encode
+
+
+class Unidentified(Exception):
+    """Something in the request has no identity, so nothing of it may be stored or looked up."""
+
+
+def extra_of(request: Any, chunk_size: int) -> Callable[[int], bytes] | None:
+    """A function from a chunk's number to its extra identity; None if the tokens say everything.
+
+    Raises Unidentified. `request` is vLLM's; its media are looked up anew at each call, since a streaming
+    session may add some.
+    """
+    common = _common(request)
+    if not (common or request.mm_features or request.prompt_embeds is not None):
+        return None
+    for feature in request.mm_features:
+        if not feature.identifier:
+            raise Unidentified(f"a {feature.modality} without a hash")
+
+    def of(chunk: int) -> bytes:
+        start, end = chunk * chunk_size, (chunk + 1) * chunk_size
+        facts = [*common, *_media(request, start, end), *_embeddings(request, start, end)]
+        return _encode(facts) if facts else b""
+
+    return of
+
+
+def salt_bytes(request: Any) -> bytes:
+    """The cache salt as the server knows it (to clear one tenant's chunks)."""
+    return request.cache_salt.encode() if request.cache_salt else b""
+
+
+def _common(request: Any) -> list[tuple[Any, ...]]:
+    facts: list[tuple[Any, ...]] = []
+    if request.lora_request is not None:
+        lora = request.lora_request
+        facts.append(("lora", lora.lora_name, lora.lora_path, _adapter_files(lora.lora_path)))
+    if request.cache_salt:
+        facts.append(("salt", request.cache_salt))
+    return facts
+
+
+def _adapter_files(path: str) -> list[tuple[str, int, int]]:
+    """Name, size and time of an adapter's files: an adapter trained anew in the same place is another one."""
+    try:
+        files = sorted(Path(path).iterdir())
+        return [(f.name, (s := f.stat()).st_size, s.st_mtime_ns) for f in files if f.is_file()]
+    except OSError:
+        return []  # a repository's name
+
+
+def _media(request: Any, start: int, end: int) -> list[tuple[Any, ...]]:
+    """Each item that reaches into [start, end): its hash, and where it begins relative to `start`."""
+    return [
+        ("mm", feature.identifier, feature.mm_position.offset - start)
+        for feature in request.mm_features
+        if feature.mm_position.offset < end
+        and feature.mm_position.offset + feature.mm_position.length > start
+    ]
+
+
+def _embeddings(request: Any, start: int, end: int) -> list[tuple[Any, ...]]:
+    embeds = request.prompt_embeds
+    if embeds is None or start >= len(embeds):
+        return []
+    import torch  # noqa: PLC0415  (only where there are tensors)
+
+    part = embeds[start:end].detach().contiguous().cpu()
+    digest = hashlib.blake2b(part.view(torch.uint8).numpy().tobytes(), digest_size=32)
+    mask = request.prompt_is_token_ids
+    if mask is not None:
+        digest.update(bytes(map(bool, mask[start:end])))
+    return [("embeds", str(part.dtype), digest.digest())]

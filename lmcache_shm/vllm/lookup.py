@@ -1,0 +1,97 @@
+"""Ask the server for a prefix, and believe only what the slots themselves confirm."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from lmcache_shm.arena.layout import SlotState
+from lmcache_shm.catalog.keys import KEY, ChunkKeys
+from lmcache_shm.control.client import CacheClient
+from lmcache_shm.control.messages import Acquired
+from lmcache_shm.vllm.epoch import Epoch
+
+Rows = npt.NDArray[np.int32]
+
+
+@dataclass(slots=True)
+class Hit:
+    """A pinned prefix of `n_chunks` chunks. By object group: number of the first pinned chunk, rows, generations."""
+
+    epoch: Epoch
+    lease: int
+    n_chunks: int
+    local_tokens: int
+    first: list[int]
+    rows: list[Rows]
+    generations: list[npt.NDArray[np.uint64]]
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the whole prefix, what the engine holds included."""
+        return self.n_chunks * self.epoch.plan.chunk_size
+
+
+def look_up(
+    client: CacheClient,
+    epoch: Epoch,
+    keys: ChunkKeys,
+    local_tokens: int,
+    num_tokens: int,
+    replaces: int,
+    give_back: Callable[[int], None],
+) -> tuple[Hit | None, str]:
+    """One round trip: a confirmed hit, or None and why it is a miss.
+
+    The reason is "" for an ordinary miss. A lease that cannot be used is handed to `give_back`.
+    """
+    usable = (num_tokens - 1) // epoch.plan.chunk_size
+    answer = client.acquire(bytes(keys.keys[: usable * KEY]), local_tokens, num_tokens, replaces)
+    if answer is None:
+        return None, "unreachable"
+    if not answer.lease:
+        return None, ""
+    if answer.boot != epoch.boot:
+        give_back(answer.lease)
+        return None, "restarted"
+    hit = _hit(epoch, answer, local_tokens)
+    if not confirm(hit, keys):
+        give_back(hit.lease)
+        return None, "collision"
+    return hit, ""
+
+
+def _hit(epoch: Epoch, answer: Acquired, local_tokens: int) -> Hit:
+    rows = [np.frombuffer(packed, "<i4") for packed in answer.rows]
+    # Read before anything else of the rows: if one changes hands, its generation will tell.
+    generations = [epoch.arena.hot["generation"][r] for r in rows]
+    return Hit(epoch, answer.lease, answer.n_chunks, local_tokens, list(answer.first), rows, generations)
+
+
+def confirm(hit: Hit, keys: ChunkKeys) -> bool:
+    """Whether every pinned slot holds exactly this prefix: namespace, key, token ids and extra identity."""
+    epoch = hit.epoch
+    hot, cold, data = epoch.arena.hot, epoch.arena.cold, epoch.arena.data
+    all_keys = np.frombuffer(bytes(keys.keys), "<u8").reshape(-1, 2)
+    digests = np.frombuffer(bytes(keys.digests), "<u8").reshape(-1, 2)
+    for group, rows in enumerate(hit.rows):
+        if not len(rows):
+            continue
+        chunks = slice(hit.first[group], hit.first[group] + len(rows))
+        h, c = hot[rows], cold[rows]
+        alike = (
+            (h["state"] == SlotState.COMMITTED)
+            & (h["namespace"] == epoch.namespace)
+            & (h["group"] == group)
+            & (c["key"] == all_keys[chunks]).all(axis=1)
+            & (c["extra_digest"] == digests[chunks]).all(axis=1)
+        )
+        if not alike.all():
+            return False
+        starts = (c["offset"] + np.uint64(epoch.token_offset[group])).tolist()
+        lengths = c["token_bytes"].tolist()
+        for start, length, tokens in zip(starts, lengths, keys.encoded[chunks], strict=True):
+            if length != len(tokens) or data[start : start + length] != tokens:
+                return False
+    return True

@@ -1,0 +1,13 @@
+"""The entry point that makes vLLM know the connector by name, in every one of its processes."""
+
+NAME = "LMCacheShmConnector"
+
+
+def register() -> None:
+    """Register the name (idempotent): vLLM calls this in each process, sometimes twice."""
+    from vllm.distributed.kv_transfer.kv_connector.factory import (  # noqa: PLC0415  (only inside vLLM)
+        KVConnectorFactory,
+    )
+
+    if NAME not in KVConnectorFactory._registry:  # noqa: SLF001  (there is no other way to ask)
+        KVConnectorFactory.register_connector(NAME, "lmcache_shm.vllm.connector", NAME)

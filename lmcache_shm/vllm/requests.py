@@ -1,0 +1,82 @@
+"""What the scheduler side remembers of one request."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from lmcache_shm.catalog.keys import ChunkKeys, salt_word
+from lmcache_shm.vllm.epoch import Epoch
+from lmcache_shm.vllm.identity import Unidentified, extra_of, salt_bytes
+from lmcache_shm.vllm.lookup import Hit
+
+NEVER = 1 << 62
+
+
+@dataclass(eq=False, slots=True)
+class RequestState:
+    """One request between its arrival and its end, preemptions included.
+
+    `next_end`: token count from which on there is something to store; NEVER if nothing may be.
+    """
+
+    request: Any
+    next_end: int = 0
+    next_chunk: int = 0
+    """First chunk that no step has been through yet."""
+    epoch: Epoch | None = None
+    """That `keys` and the cursors belong to."""
+    keys: ChunkKeys | None = None
+    extra: Callable[[int], bytes] | None = None
+    salt: int = 0
+    hit: Hit | None = None
+    """Looked up and pinned, not loaded yet."""
+    no_external: bool = False
+    """A load failed: never offer this request anything again."""
+    outdated: bool = False
+    """Holds KV from before the cache was reset, so nothing of it may be stored until it is recomputed."""
+    fresh: bool = True
+    """No step has been scheduled since its prefix was determined."""
+    prefix_chunks: int = 0
+    """Chunks that it got from a cache, ours or the engine's own."""
+    states: set[int] = field(default_factory=set)
+    """Chunks whose recurrent state was stored or reserved."""
+    held: dict[tuple[int, int], Any] = field(default_factory=dict)
+    """(KV cache group, boundary) → block with a state whose tokens are not known yet, referenced."""
+
+    def enter(self, epoch: Epoch) -> bool:
+        """Make `keys` and cursors belong to `epoch`; False if this request cannot be cached."""
+        if self.epoch is epoch:
+            return self.keys is not None
+        self.epoch, self.keys = epoch, None
+        self.rewind()
+        size = epoch.plan.chunk_size
+        try:
+            self.extra = extra_of(self.request, size)
+        except Unidentified:
+            self.next_end = NEVER
+            return False
+        self.salt = salt_word(salt_bytes(self.request))
+        self.keys = ChunkKeys(epoch.seed, size)
+        return True
+
+    def rewind(self) -> None:
+        """Begin anew: the prefix is being determined (again)."""
+        self.next_chunk = self.prefix_chunks = 0
+        self.next_end = self.epoch.plan.chunk_size if self.epoch is not None else 0
+        self.fresh = True
+        self.states.clear()
+
+    def extend(self, chunks: int) -> ChunkKeys:
+        """Keys of at least the first `chunks` chunks, as far as the tokens are known."""
+        keys = self.keys
+        if keys is None:
+            raise RuntimeError("enter() comes first")
+        if len(keys) < chunks:
+            keys.extend(self.request.all_token_ids, chunks, self.extra)
+        return keys
+
+    def advance(self, chunk: int) -> None:
+        """Every chunk below `chunk` has been dealt with."""
+        if self.epoch is not None and chunk > self.next_chunk:
+            self.next_chunk = chunk
+            self.next_end = (chunk + 1) * self.epoch.plan.chunk_size

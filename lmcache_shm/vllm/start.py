@@ -1,0 +1,161 @@
+"""The engine meets a server: checks at the start, registration, and what follows when servers come and go.
+
+What is wrong with the model or the engine's options is an error at engine start if a server is there to
+say so in time. If none is, the engine serves without a cache, and the client keeps looking for one in
+the background; an error then is one line in the log, and the cache stays off.
+"""
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+from lmcache_shm.config import Config
+from lmcache_shm.control.client import CacheClient
+from lmcache_shm.control.messages import GroupInfo, HelloReply, Register, Registered
+from lmcache_shm.catalog.namespace import rule_words
+from lmcache_shm.vllm.describe import descriptor
+from lmcache_shm.vllm.epoch import Epoch
+from lmcache_shm.vllm.groups import ModelError, kv_groups
+from lmcache_shm.vllm.layouts import WorkerFacts
+from lmcache_shm.vllm.plan import CachePlan, check_recurrent, make_plan
+
+log = logging.getLogger("lmcache_shm")
+
+HELLO_S = 2.0
+"""A server whose socket is there has this long to answer at engine start."""
+READY_S = 30.0
+"""And this long, once it has answered and all workers are up, to register the engine."""
+
+
+class Start:
+    """Scheduler side of the connection. `current()` gives the epoch to work in, or None: no cache now."""
+
+    def __init__(self, vllm_config: Any, kv_cache_config: Any, config: Config) -> None:
+        """Raises ModelError when this model cannot be cached as it is started, whatever the server says."""
+        self.vllm_config = vllm_config
+        self.kv_cache_config = kv_cache_config
+        self.config = config
+        self.world = world_size(vllm_config)
+        self.replicas = int(kv_cache_config.kv_tp_replicas)
+        dcp = vllm_config.parallel_config.decode_context_parallel_size
+        self.groups, self.ignored = kv_groups(kv_cache_config, dcp)
+        self._notes = check_recurrent(vllm_config, self.groups, config.mamba_steps)
+        self.client = CacheClient(config, engine_id(vllm_config), self._register, self._registered)
+        self._workers: list[WorkerFacts] = []
+        self._workers_known = threading.Event()
+        self._plan: CachePlan | None = None
+        self._descriptor = b""
+        self._coming: deque[Epoch] = deque()
+        self._epoch: Epoch | None = None
+        self._logged: CachePlan | None = None
+
+    def open(self) -> None:
+        """Begin to look for a server. Raises ModelError if one answers in time and does not suit the model."""
+        here = self.client.path.exists()
+        self.client.start()
+        if here and (hello := self.client.wait_hello(HELLO_S)) is not None:
+            try:
+                self.plan_for(hello)
+            except ModelError:
+                self.client.close()
+                raise
+
+    def set_workers(self, workers: Sequence[WorkerFacts]) -> None:
+        """All workers are up (none: the executor does not tell). Raises ModelError if the server refuses.
+
+        Waits for the registration if a server has answered: what comes first shall find the cache on.
+        """
+        if self._workers_known.is_set():
+            return
+        self._workers = sorted(workers, key=lambda w: w.rank)
+        self._workers_known.set()
+        if workers and self.client.hello is not None:
+            self.client.wait(READY_S)
+            if self.client.refusal is not None:
+                self.client.close()
+                raise ModelError(f"the lmcache-shm server does not take this engine: {self.client.refusal}")
+
+    def current(self) -> Epoch | None:
+        """The epoch of the connection in use; None while there is none. Scheduler thread only."""
+        if not self._workers_known.is_set():
+            self.set_workers([])
+        while self._coming:
+            self._epoch = self._coming.popleft()
+        return self._epoch if self.client.up else None
+
+    @property
+    def latest(self) -> Epoch | None:
+        """The last epoch there was, also when its server is gone."""
+        return self._coming[-1] if self._coming else self._epoch
+
+    def plan_for(self, hello: HelloReply) -> CachePlan:
+        """The plan under this server's options. Raises ModelError."""
+        wanted = hello.chunk_size or self.config.chunk_size
+        return make_plan(self.groups, self.ignored, wanted, separate=hello.separate)
+
+    # ------------------------------------------------------------------ in the client's thread
+    def _register(self, hello: HelloReply) -> Register:
+        plan = self.plan_for(hello)
+        self._workers_known.wait()
+        self._plan = plan
+        self._descriptor = descriptor(self.vllm_config, self.kv_cache_config, plan, self._workers)
+        return Register(
+            engine_id=self.client.engine_id,
+            world=self.world,
+            replicas=self.replicas,
+            chunk_size=plan.chunk_size,
+            descriptor=self._descriptor,
+            groups=[group_info(plan, i) for i in range(len(plan.groups))],
+            name=str(self.vllm_config.model_config.model),
+        )
+
+    def _registered(self, registered: Registered, hello: HelloReply) -> None:
+        arena, plan = self.client.arena, self._plan
+        if arena is None or plan is None:
+            raise ValueError("registered without an arena")
+        self._coming.append(
+            Epoch.of(registered, hello, arena, plan, self._descriptor, self.world, self.replicas)
+        )
+        if self._logged != plan:
+            self._logged = plan
+            log.info(
+                "lmcache_shm: chunks of %d tokens, %d object groups", plan.chunk_size, len(plan.groups)
+            )
+            for line in plan.lines(registered.slot_bytes) + self._notes:
+                log.info("lmcache_shm: %s", line)
+
+    def close(self) -> None:
+        self._workers_known.set()
+        self.client.close()
+
+
+def group_info(plan: CachePlan, index: int) -> GroupInfo:
+    """Object group `index` as the server is told of it."""
+    group = plan.groups[index]
+    word, tokens = rule_words(group.rule)
+    return GroupInfo(
+        name=group.name,
+        rule=word,
+        param=tokens,
+        kv_groups=[part.group.index for part in group.parts],
+        layers=sum(len(part.group.layers) for part in group.parts),
+        block_sizes=sorted({part.group.block_size for part in group.parts}),
+        parts=[str(part.group) for part in group.parts],
+    )
+
+
+def engine_id(vllm_config: Any) -> str:
+    """The same in the scheduler and all workers of one engine, and in no other."""
+    return str(vllm_config.kv_transfer_config.engine_id)
+
+
+def world_size(vllm_config: Any) -> int:
+    """Workers of one engine: tensor × pipeline × prefill context."""
+    parallel = vllm_config.parallel_config
+    return int(
+        parallel.tensor_parallel_size
+        * parallel.pipeline_parallel_size
+        * parallel.prefill_context_parallel_size
+    )

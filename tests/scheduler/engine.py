@@ -1,0 +1,227 @@
+"""vLLM's real scheduler in a loop like EngineCore's, with simulated workers and an oracle."""
+
+import random
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from vllm.lora.request import LoRARequest
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.outputs import DraftTokenIds
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
+
+from tests.scheduler import families
+from tests.scheduler.content import VOCAB, Stream, generate, next_token
+from tests.scheduler.families import Setup
+from tests.scheduler.oracle import Oracle
+from tests.scheduler.worker import Identity, Step, Workers
+
+init_none_hash(sha256)
+
+
+@dataclass
+class Asked:
+    """A request as its sender sees it."""
+
+    prompt: list[int]
+    max_tokens: int
+    identity: Identity
+    output: list[int] = field(default_factory=list)
+    finish: str = ""
+    external_tokens: int = 0
+    local_tokens: int = 0
+    preemptions: int = 0
+
+
+class Engine:
+    """An engine. `cache`, if any, brings the connectors (see cache.py); without it vLLM runs alone."""
+
+    def __init__(
+        self,
+        setup: Setup,
+        rng: random.Random,
+        cache: Any = None,
+        engine_id: str = "engine",
+    ) -> None:
+        self.setup = setup
+        self.rng = rng
+        self.oracle = Oracle()
+        self.asked: dict[str, Asked] = {}
+        self.queue: deque[Step] = deque()
+        self.steps = 0
+        self.schedules = 0
+        self._ids = 0
+        self._cache = cache
+        self.config = families.vllm_config(setup, engine_id if cache else None, cache.options(setup) if cache else {})
+        worker_configs, self.kv_config, block = families.kv_cache_configs(setup, self.config)
+        self.workers = Workers(
+            worker_configs,
+            self.oracle,
+            lambda req_id: self.asked[req_id].identity,
+            drafts=setup.drafts,
+            asynchronous=setup.asynchronous,
+            propose=self._propose,
+        )
+        kind = AsyncScheduler if setup.asynchronous else Scheduler
+        self.scheduler = kind(
+            self.config,
+            self.kv_config,
+            StructuredOutputManager(self.config),
+            block_size=block,
+            hash_block_size=self.kv_config.hash_block_size,
+            log_stats=True,
+        )
+        self._hasher = get_request_block_hasher(self.kv_config.hash_block_size, sha256)
+        self.oracle.watch(self.scheduler.kv_cache_manager.block_pool)
+        if cache:
+            cache.attach(self, worker_configs)
+
+    # ---------------------------------------------------------------------------- requests
+    def add(
+        self,
+        prompt: Sequence[int],
+        max_tokens: int = 1,
+        salt: str | None = None,
+        adapter: str | None = None,
+        priority: int = 0,
+        **more: Any,
+    ) -> str:
+        """A request arrives; its id."""
+        req_id = f"r{self._ids}"
+        self._ids += 1
+        self.asked[req_id] = Asked(list(prompt), max_tokens, (salt, adapter))
+        lora = LoRARequest(adapter, 1 + len(adapter), f"/adapters/{adapter}") if adapter else None
+        request = Request(
+            req_id,
+            list(prompt),
+            SamplingParams(max_tokens=max_tokens, ignore_eos=True, **more),
+            None,
+            arrival_time=float(self._ids),
+            lora_request=lora,
+            cache_salt=salt,
+            priority=priority,
+            block_hasher=self._hasher,
+        )
+        self.oracle.note(f"add {req_id}: {len(prompt)} tokens + {max_tokens}, {salt}/{adapter}")
+        self.scheduler.add_request(request)
+        return req_id
+
+    def abort(self, req_id: str) -> None:
+        status = self.request(req_id).status if self.request(req_id) else "gone"
+        self.oracle.note(f"abort {req_id} ({status})")
+        self.scheduler.finish_requests(req_id, RequestStatus.FINISHED_ABORTED)
+        if not self.asked[req_id].finish:
+            self.asked[req_id].finish = "abort"
+
+    def request(self, req_id: str) -> Request | None:
+        return self.scheduler.requests.get(req_id)
+
+    def unfinished(self) -> list[str]:
+        return [req_id for req_id, asked in self.asked.items() if not asked.finish]
+
+    # ---------------------------------------------------------------------------- the loop
+    @property
+    def depth(self) -> int:
+        """Steps that may be under way at once."""
+        return 2 if self.setup.asynchronous else 1
+
+    def schedule(self) -> Step:
+        self.schedules += 1
+        output = self.scheduler.schedule()
+        step = Step(self.schedules, output, self.oracle.generation.copy(), self.oracle.take_handed_out())
+        new = {r.req_id: r.num_computed_tokens for r in output.scheduled_new_reqs}
+        resumed = output.scheduled_cached_reqs.resumed_req_ids
+        self.oracle.note(
+            f"schedule {step.number}: {output.num_scheduled_tokens} new {new} resumed {sorted(resumed)}"
+        )
+        self.queue.append(step)
+        return step
+
+    def execute(self) -> None:
+        """The oldest step that has not run yet runs."""
+        step = next(s for s in self.queue if s.result is None)
+        self.oracle.note(f"execute {step.number}")
+        self.workers.execute(step)
+
+    def update(self) -> None:
+        """The oldest step's result reaches the scheduler."""
+        step = self.queue.popleft()
+        assert step.result is not None
+        reply = step.result.kv_connector_output
+        if reply and (reply.finished_recving or reply.failed_recving):
+            self.oracle.note(f"received {reply.finished_recving} failed {reply.failed_recving}")
+        outputs = self.scheduler.update_from_output(step.output, step.result)
+        self.steps += 1
+        for of_client in outputs.values():
+            for one in of_client.outputs:
+                self._take(one)
+        if self.setup.drafts and not self.setup.asynchronous and step.output.num_scheduled_tokens:
+            ids = [r for r in step.output.num_scheduled_tokens if r in self.workers.requests]
+            proposals = [self.workers.requests[r].drafts for r in ids]
+            self.scheduler.update_draft_token_ids(DraftTokenIds(ids, [list(p) for p in proposals]))
+
+    def turn(self, between: Callable[[], None] = lambda: None) -> bool:
+        """One move of EngineCore; `between` is called wherever the world may change. False: nothing to do."""
+        runnable = any(s.result is None for s in self.queue)
+        can_schedule = len(self.queue) < self.depth and self.scheduler.has_requests()
+        if not can_schedule and not self.queue:
+            between()
+            return False
+        if can_schedule and not (runnable and self.rng.random() < 0.3):
+            self.schedule()
+            between()
+            if self.setup.asynchronous and self.rng.random() < 0.6:
+                return True
+        if any(s.result is None for s in self.queue):
+            self.execute()
+            between()
+            if self.setup.asynchronous and len(self.queue) < self.depth and self.rng.random() < 0.6:
+                return True
+        if self.queue and self.queue[0].result is not None:
+            self.update()
+            between()
+        return True
+
+    def run(self, between: Callable[[], None] = lambda: None, limit: int = 5000) -> None:
+        """Until every request has ended."""
+        idle = 0
+        for _ in range(limit):
+            if not self.unfinished() and not self.queue and not self.scheduler.has_requests():
+                return
+            idle = 0 if self.turn(between) else idle + 1
+            if idle > 200 and self.unfinished():
+                break
+        self.oracle.fail("stuck", f"requests {self.unfinished()} do not end")
+
+    # ---------------------------------------------------------------------------- inside
+    def _propose(self, stream: Stream) -> list[int]:
+        """Drafts for the next step: some right, some not."""
+        drafts: list[int] = []
+        for _ in range(self.rng.choice([0, self.setup.drafts, self.setup.drafts])):
+            fork = Stream(stream.identity, [*stream.tokens, *drafts])
+            right = next_token(fork.after(len(fork.tokens)))
+            drafts.append(right if self.rng.random() < 0.7 else self.rng.randrange(VOCAB))
+        return drafts
+
+    def _take(self, output: Any) -> None:
+        asked = self.asked[output.request_id]
+        if output.prefill_stats is not None:
+            asked.external_tokens = output.prefill_stats.num_external_cached_tokens
+            asked.local_tokens = output.prefill_stats.num_local_cached_tokens
+        if asked.finish:
+            return
+        asked.output += output.new_token_ids
+        if output.finish_reason is not None:
+            asked.finish = str(output.finish_reason)
+            self.oracle.note(f"finished {output.request_id} ({asked.finish})")
+            wanted = generate(asked.identity, asked.prompt, len(asked.output))
+            if asked.output != wanted or asked.finish == "error":
+                self.oracle.fail(
+                    "output", f"{output.request_id} ended as {asked.finish}: {asked.output}, not {wanted}"
+                )
