@@ -32,7 +32,9 @@ def round_of(side: Side, number: int, gigabytes: float) -> dict[str, float]:
         "control of a 128k prefill, ms": control["prefill_s"] * 1e3,
     }
     if "with_copies_s" in control:
-        figures["control of a 128k prefill and its 8 MiB of copies, ms"] = control["with_copies_s"] * 1e3
+        figures["control of a 128k prefill and its 8 MiB of copies, ms"] = (
+            control["with_copies_s"] * 1e3
+        )
     right = copied["right"]
     for tokens in LOOKUPS:
         found = [side.ask("lookup", tokens=tokens) for _ in range(7)]
@@ -76,19 +78,29 @@ def table(figures: Figures, better: dict[str, dict[str, float]], memcpy: list[fl
             else:
                 cells.append("")
         ratio = better.get(name)
-        cells.append(f"{ratio['median']:.1f} × ({ratio['min']:.1f}–{ratio['max']:.1f})" if ratio else "")
+        cells.append(
+            f"{ratio['median']:.1f} × ({ratio['min']:.1f}–{ratio['max']:.1f})" if ratio else ""
+        )
         lines.append(f"| {name} | {' | '.join(cells)} |")
     s = spread(memcpy)
-    lines.append(f"\nmemcpy, one thread, in the same rounds: {s['median']:.1f} GB/s ({s['min']:.1f}–{s['max']:.1f})")
+    lines.append(
+        f"\nmemcpy, one thread, in the same rounds: {s['median']:.1f} GB/s ({s['min']:.1f}–{s['max']:.1f})"
+    )
     return "\n".join(lines)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--lmcache-python", required=True, help="interpreter of a venv with lmcache 0.5.6")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument(
+        "--lmcache-python", required=True, help="interpreter of a venv with lmcache 0.5.6"
+    )
     parser.add_argument("--modes", default=",".join(MODES))
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--tokens", type=int, default=16384, help="of the request that is copied (128 KiB each)")
+    parser.add_argument(
+        "--tokens", type=int, default=16384, help="of the request that is copied (128 KiB each)"
+    )
     parser.add_argument("--block", type=int, default=128)
     parser.add_argument("--l1-gb", type=float, default=3.0)
     parser.add_argument("--startup-gb", type=float, default=4.0)

@@ -259,11 +259,11 @@ def same(case: Case, expected: np.ndarray) -> bool:
     return bool(np.array_equal(case.memory.read(), expected))
 
 
-def check_layouts(bed: bench_device.Bed) -> Iterator[Row]:
-    """Every layout with every back end, then the races."""
+def check_layouts(bed: bench_device.Bed, only: str = "") -> Iterator[Row]:
+    """Every layout (whose name has ``only`` in it) with every back end, then the races."""
     backends = bench_device.backends_of(bed.device)
     with private_server(1.0, CHUNK) as server:
-        for layout in layouts():
+        for layout in (one for one in layouts() if only in one.name):
             case = Case(server, bed, layout)
             try:
                 jobs: list[tuple[Any, Callable[[Case], bool]]] = [
@@ -312,6 +312,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=text)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--json", help="write the results to this file, too")
+    parser.add_argument("--only", default="", help="only layouts with this text in their name")
     parser.add_argument("--rounds", type=int, default=5)
     given = parser.parse_args()
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
@@ -322,7 +323,7 @@ def main() -> int:
         console.print(f"no usable GPU: {error}")
         return 2
     checks = []
-    for row in check_layouts(bed):
+    for row in check_layouts(bed, given.only):
         checks.append(row)
         console.print(
             f"{'ok  ' if row['ok'] else 'FAIL'} {row['layout']}: {row['check']} ({row['backend']})"

@@ -119,7 +119,9 @@ def main() -> int:
     text = json.dumps(dashboard(), indent=1) + "\n"
     if parser.parse_args().check:
         same = TARGET.exists() and TARGET.read_text(encoding="utf-8") == text
-        print(f"{TARGET}: {'up to date' if same else 'differs; run python -m tools.make_dashboard'}")
+        print(
+            f"{TARGET}: {'up to date' if same else 'differs; run python -m tools.make_dashboard'}"
+        )
         return int(not same)
     TARGET.parent.mkdir(parents=True, exist_ok=True)
     TARGET.write_text(text, encoding="utf-8")

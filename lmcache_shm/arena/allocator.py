@@ -8,12 +8,12 @@ The allocator writes what is about places (offset, slot_bytes, slab, the states 
 a slot is, is the catalog's business.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 
 import numpy as np
 
-from lmcache_shm.arena.layout import PAGE, Mask, Numbers, Rows, SlotState
+from lmcache_shm.arena.layout import HOT_DTYPE, PAGE, Mask, Numbers, Rows, SlotState
 from lmcache_shm.arena.segment import Arena
 
 WASTE = 32
@@ -53,10 +53,10 @@ class _Stack:
     def rows(self) -> Rows:
         return self._rows[: self._n].copy()
 
-    def drop(self, start: int, end: int) -> None:
-        """Forget the rows in [start, end)."""
+    def keep(self, wanted: Callable[[Rows], Mask]) -> None:
+        """Forget the rows that are not wanted."""
         held = self._rows[: self._n]
-        kept = held[(held < start) | (held >= end)]
+        kept = held[wanted(held)]
         self._n = len(kept)
         self._rows[: self._n] = kept
 
@@ -116,18 +116,15 @@ class SlabAllocator:
         return stack.pop(n)
 
     def free(self, rows: Rows) -> None:
-        """Take slots back: generation raised, identity wiped, FREE."""
+        """Take slots back: FREE, owned by nobody, generation raised (so that no old seal fits)."""
         if not len(rows):
             return
-        hot, cold = self.arena.hot, self.arena.cold
-        hot["generation"][rows] += np.uint64(1)  # first, so that no reader trusts what comes next
-        hot["state"][rows] = SlotState.FREE
-        hot["flags"][rows] = 0
-        hot["pins"][rows] = 0
-        hot["client"][rows] = -1
-        hot["tick"][rows] = 0
-        cold["key"][rows] = 0
-        cold["seal"][rows] = 0
+        hot = self.arena.hot
+        wiped = np.zeros(len(rows), HOT_DTYPE)
+        wiped["generation"] = hot["generation"][rows] + np.uint64(1)
+        wiped["state"] = SlotState.FREE
+        wiped["client"] = -1
+        hot[rows] = wiped
         self._push(rows)
 
     def _push(self, rows: Rows) -> None:
@@ -165,9 +162,7 @@ class SlabAllocator:
         cold["offset"][rows] = at + np.arange(n, dtype=np.uint64) * np.uint64(size)
         cold["slot_bytes"][rows] = size
         cold["slab"][rows] = start
-        cold["key"][rows] = 0
         hot["client"][rows] = -1
-        hot["pins"][rows] = 0
         slabs = self.arena.slabs[start : start + m]
         slabs["slot_bytes"], slabs["first"], slabs["slots"] = size, start, n
         slabs["extent_slabs"] = m
@@ -176,15 +171,20 @@ class SlabAllocator:
         self._extents[size] = self._extents.get(size, 0) + 1
         return n
 
-    def unbind(self, start: int) -> None:
-        """Return the slabs of the extent that starts at slab `start`; all its rows must be FREE."""
-        slab = self.arena.slabs[start]
-        m, size, n = int(slab["extent_slabs"]), int(slab["slot_bytes"]), int(slab["slots"])
-        rows = self.rows_of(start, n)
-        self._stack(size).drop(int(rows[0]), int(rows[-1]) + 1)
-        self.arena.hot["state"][rows] = SlotState.UNUSED
-        self.arena.slabs[start : start + m] = 0
-        self._extents[size] -= 1
+    def unbind(self, starts: Sequence[int]) -> None:
+        """Return the slabs of the extents that start at these slabs; all their rows must be FREE."""
+        slabs, q = self.arena.slabs, self.per_slab
+        heads = slabs[list(starts)].copy()
+        leaving = np.zeros(self.slabs, np.bool_)
+        for start, m in zip(starts, heads["extent_slabs"].tolist(), strict=True):
+            leaving[start : start + m] = True
+        sizes, counts = np.unique(heads["slot_bytes"], return_counts=True)
+        for size, count in zip(sizes.tolist(), counts.tolist(), strict=True):
+            self._stack(size).keep(lambda rows: ~leaving[rows // q])
+            self._extents[size] -= count
+        state = self.arena.hot["state"].reshape(self.slabs, q)
+        state[leaving] = SlotState.UNUSED  # first: a FREE row is always inside a bound extent
+        slabs[leaving] = 0
 
     def rows_of(self, start: int, slots: int) -> Rows:
         """Rows of an extent by its first slab and number of slots."""
@@ -209,8 +209,7 @@ class SlabAllocator:
         bound = np.flatnonzero(slabs["extent_slabs"])
         busy = np.unique(slabs["first"][bound[~idle[bound]]])
         empty = np.setdiff1d(starts, busy)
-        for start in empty.tolist():
-            self.unbind(start)
+        self.unbind(empty.tolist())
         return len(empty)
 
     def adopt_extents(self, starts: Iterable[int]) -> None:

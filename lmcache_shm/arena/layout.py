@@ -55,7 +55,7 @@ class SlotState(IntEnum):
 
 # generation: raised at every change of hands (reserve, abort, evict, quarantine release), so at any
 # time after which bytes may change. tick: the server's use counter, no clock. client: index of the
-# engine that reserved it, else -1.
+# engine that reserved it, else -1. hits: times it was acquired, at most 65535.
 HOT_DTYPE = np.dtype(
     [
         ("state", "<u1"),
@@ -64,27 +64,28 @@ HOT_DTYPE = np.dtype(
         ("pins", "<u4"),
         ("tick", "<u8"),
         ("generation", "<u8"),
-        ("client", "<i4"),
+        ("client", "<i2"),
+        ("hits", "<u2"),
         ("namespace", "<u4"),
     ]
 )
-# key, parent, extra_digest: 16 bytes as two u8 words. offset, slot_bytes: bytes in the data segment.
-# token_bytes: length of the encoded token ids in the slot. chunk: number in its prefix. slab: first
-# slab of the extent. seal: check word of a committed row (see seal()).
+# key, parent, extra_digest: 16 bytes as two u8 words. token_bytes: length of the encoded token ids in the
+# slot. chunk: number in its prefix. Then the place, which belongs to the extent: slab (its first), offset and
+# slot_bytes in the data segment. seal: check word of a committed row (see seal()).
 COLD_DTYPE = np.dtype(
     [
         ("key", "<u8", (2,)),
         ("parent", "<u8", (2,)),
         ("extra_digest", "<u8", (2,)),
         ("salt", "<u8"),
-        ("offset", "<u8"),
-        ("slot_bytes", "<u8"),
+        ("created_ns", "<u8"),
         ("token_bytes", "<u4"),
         ("chunk", "<u4"),
-        ("slab", "<u4"),
-        ("hits", "<u4"),
-        ("created_ns", "<u8"),
+        ("offset", "<u8"),
+        ("slot_bytes", "<u8"),
         ("seal", "<u8"),
+        ("slab", "<u4"),
+        ("spare", "<u4"),
     ]
 )
 # A slab of an extent. slots, extent_slabs: of the whole extent, the same in each of its slabs.
@@ -259,26 +260,28 @@ class Header:
         return cls(arena_id, device, inode, created_ns, geometry, fields[12])
 
 
+def hot_words(hot: Table) -> U64:
+    """The hot table as u64[n, 4]: state | flags | group | pins, tick, generation, client | hits | namespace."""
+    return hot.view(np.uint64).reshape(-1, 4)
+
+
+def cold_words(cold: Table) -> U64:
+    """The cold table as u64[n, 13]: key, parent, digest (2 each), salt, created, token_bytes | chunk, place, …"""
+    return cold.view(np.uint64).reshape(-1, 13)
+
+
 def seal(hot: Table, cold: Table, rows: Rows) -> U64:
     """Check words over what identifies `rows`, their place and generation. u64[len(rows)].
 
     Written at commit; a row whose state, key, offset or owner was damaged afterwards does not fit it.
     """
-    h, c = hot[rows], cold[rows]
-    group = h["group"].astype(np.uint64)
-    chunk = c["chunk"].astype(np.uint64)
-    word = _mix(h["generation"], h["namespace"].astype(np.uint64) | group << np.uint64(32))
-    for part in ("key", "parent", "extra_digest"):
-        word = _mix(_mix(word, c[part][:, 0]), c[part][:, 1])
-    word = _mix(_mix(word, c["salt"]), c["offset"])
-    return _mix(
-        _mix(word, c["slot_bytes"]), c["token_bytes"].astype(np.uint64) | chunk << np.uint64(32)
-    )
-
-
-def _mix(a: U64, b: U64) -> U64:
-    word: U64 = (a ^ b) * np.uint64(0x9E3779B97F4A7C15)
-    word ^= word >> np.uint64(29)
+    h = hot[rows]
+    owner = h["namespace"].astype(np.uint64) << np.uint64(16) | h["group"]
+    word: U64 = h["generation"] ^ owner << np.uint64(16)
+    identity = cold_words(cold)[rows, :11]  # all but the seal and what follows it
+    for column in identity.T:
+        word = (word ^ column) * np.uint64(0x9E3779B97F4A7C15)
+        word ^= word >> np.uint64(29)
     return word
 
 

@@ -17,12 +17,13 @@ def check(slots: Slots) -> list[str]:
     indexed: set[int] = set()
     for space in slots.spaces.values():
         for group in space.groups:
-            rows = np.fromiter(group.index.values(), np.int32, len(group.index))
+            rows = group.index.all_rows()
             indexed.update(rows.tolist())
             hot = slots.arena.hot[rows]
             right = (hot["namespace"] == space.id) & (hot["group"] == group.number)
-            right &= np.array(slots.keys_of(rows) == list(group.index), np.bool_)
-            if not right.all():
+            same = slots.keys_of(rows) == list(group.index.keys())
+            reserved = int((hot["state"] == SlotState.RESERVED).sum())
+            if not (right.all() and same and reserved == group.reserved):
                 findings.append(
                     f"namespace {space.id} group {group.spec.name}: the index names wrong rows"
                 )

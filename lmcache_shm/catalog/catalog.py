@@ -148,6 +148,7 @@ class Catalog:
         hot["state"][rows] = SlotState.COMMITTED
         for group, mine in slots.owners(rows):
             group.commits += len(mine)
+            group.reserved -= len(mine)
             slots.counters["tokens_committed"] += len(mine) * group.leading
         slots.counters["commits"] += len(rows)
         slots.counters["bytes_committed"] += slots.bytes_of(rows)

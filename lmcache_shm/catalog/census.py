@@ -5,8 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from lmcache_shm.arena.layout import SlotState
-from lmcache_shm.catalog.eviction import words
+from lmcache_shm.arena.layout import SlotState, hot_words
 from lmcache_shm.catalog.namespace import Namespace
 from lmcache_shm.catalog.slots import Slots
 
@@ -35,12 +34,14 @@ class Census:
         self._extent = np.repeat(np.arange(len(self.starts)), self.slots)
         within = np.arange(int(ends[-1]) if len(ends) else 0) - (ends - self.slots)[self._extent]
         rows = self.starts[self._extent] * allocator.per_slab + within
-        table = words(arena.hot)
+        table = hot_words(arena.hot)
         first, last = table[rows, 0], table[rows, 3]
         self._state = (first & np.uint64(0xFF)).astype(np.int64)
         self._pinned: npt.NDArray[np.bool_] = first >> np.uint64(32) != 0
         # 16 bits of group below the namespace, as one number.
-        self._owner = (last >> np.uint64(32) << np.uint64(16)) | (first >> np.uint64(16) & np.uint64(0xFFFF))
+        self._owner = (last >> np.uint64(32) << np.uint64(16)) | (
+            first >> np.uint64(16) & np.uint64(0xFFFF)
+        )
         self._ticks = table[rows, 1]
         self._rows = rows
 
@@ -63,7 +64,8 @@ class Census:
     def by_owner(self, name: str, spaces: Sequence[Namespace]) -> dict[int, int]:
         """namespace << 16 | group → slots; of owners that are not among `spaces`, none."""
         known = np.array(
-            sorted(space.id << 16 | group.number for space in spaces for group in space.groups), np.uint64
+            sorted(space.id << 16 | group.number for space in spaces for group in space.groups),
+            np.uint64,
         )
         owners = self._owner[self.in_state(name)]
         if not len(known) or not len(owners):
@@ -79,7 +81,9 @@ class Census:
         # Rows are ascending by extent: the first of each stands where the extent changes.
         extents = self._extent[in_use]
         heads = np.flatnonzero(np.diff(extents, prepend=-1))
-        for extent, owner in zip(extents[heads].tolist(), self._owner[in_use[heads]].tolist(), strict=True):
+        for extent, owner in zip(
+            extents[heads].tolist(), self._owner[in_use[heads]].tolist(), strict=True
+        ):
             found[extent] = (owner >> 16, owner & 0xFFFF)
         return found
 

@@ -7,27 +7,23 @@ they are used. So the price of a scan is shared by thousands of evictions.
 import numpy as np
 
 from lmcache_shm.arena.allocator import NO_ROWS, SlabAllocator, slot_class
-from lmcache_shm.arena.layout import U64, Numbers, Rows, SlotState, Table
+from lmcache_shm.arena.layout import U64, Numbers, Rows, SlotState, Table, hot_words
 
 SHARE = 32
 """A scan looks for one part in so many of a class, and for no more than MOST."""
 MOST = 32768
 SAMPLE = 4096
+AHEAD = 16
+"""Rows looked at beyond those that are needed now: some will have been used since the scan."""
 NO_TICKS: U64 = np.empty(0, np.uint64)
 
-# A hot row as four u64 words: word 0 holds state (byte 0) and pins (upper half), word 1 the tick.
-_STATE_AND_PINS = np.uint64(0xFFFFFFFF000000FF)
+_STATE_AND_PINS = np.uint64(0xFFFFFFFF000000FF)  # of the first word of a hot row
 _COMMITTED = np.uint64(SlotState.COMMITTED)
-
-
-def words(hot: Table) -> U64:
-    """The hot table as u64[n, 4]."""
-    return hot.view(np.uint64).reshape(-1, 4)
 
 
 def victims(hot: Table, n: int, rows: Rows | None = None) -> Rows:
     """Up to n evictable rows (of `rows`, ascending; None: of all), oldest tick first."""
-    table = words(hot) if rows is None else words(hot)[rows]
+    table = hot_words(hot) if rows is None else hot_words(hot)[rows]
     if n <= 0 or not len(table):
         return NO_ROWS
     found = _below(table, _threshold(table, n))
@@ -61,7 +57,7 @@ class Lru:
     def __init__(self, slabs: SlabAllocator) -> None:
         self._slabs = slabs
         self._hot = slabs.arena.hot
-        self._words = words(self._hot)
+        self._words = hot_words(self._hot)
         self._queues: dict[int, tuple[Rows, U64]] = {}
         self._barren: dict[int, int] = {}  # class → `changes` at a scan that found nothing
         self.changes = 0
@@ -72,39 +68,49 @@ class Lru:
 
     def oldest(self, slot_bytes: int, before: int) -> int | None:
         """Tick of the next victim of this class if it is below `before`."""
-        rows, ticks = self._queue(slot_class(slot_bytes), 1)
-        return int(ticks[0]) if len(rows) and int(ticks[0]) < before else None
+        size = slot_class(slot_bytes)
+        if not self._look(size, 1, before):
+            return None
+        return int(self._queues[size][1][0])
 
     def take(self, slot_bytes: int, n: int, before: int) -> Rows:
-        """Up to n victims of this class with ticks below `before`, oldest first. The caller evicts them."""
-        size = slot_class(slot_bytes)
-        parts = [NO_ROWS]
-        while n > 0:
-            rows, ticks = self._queue(size, n)
-            count = min(int(np.searchsorted(ticks, np.uint64(before))), n)
-            if not count:
-                break
-            parts.append(rows[:count])
-            self._queues[size] = rows[count:], ticks[count:]
-            n -= count
-        return np.concatenate(parts)
+        """Up to n victims of this class with ticks below `before`, oldest first.
 
-    def _queue(self, size: int, n: int) -> tuple[Rows, U64]:
-        """Victims that are still what they were at the scan; scanned anew when none is left."""
+        May be fewer although there are more. The caller evicts them before it asks again.
+        """
+        size = slot_class(slot_bytes)
+        count = self._look(size, n, before)
         rows, ticks = self._queues.get(size, (NO_ROWS, NO_TICKS))
-        if len(rows):
-            now = self._words[rows]
-            same = (now[:, 0] & _STATE_AND_PINS == _COMMITTED) & (now[:, 1] == ticks)
-            same &= self._slabs.arena.cold["slot_bytes"][rows] == size
-            rows, ticks = rows[same], ticks[same]
-        if not len(rows) and self._barren.get(size) != self.changes:
-            members, count = self._members(size)
-            rows = victims(self._hot, max(n, min(count // SHARE, MOST)), members)
-            ticks = self._words[rows, 1]
-            if not len(rows):
-                self._barren[size] = self.changes
-        self._queues[size] = rows, ticks
-        return rows, ticks
+        self._queues[size] = rows[count:], ticks[count:]
+        return rows[:count]
+
+    def _look(self, size: int, n: int, before: int) -> int:
+        """How many rows at the head of the class's queue may be taken, at most n; 0 when there is none."""
+        rows, ticks = self._queues.get(size, (NO_ROWS, NO_TICKS))
+        while len(rows):
+            head = rows[: n + AHEAD]
+            now = self._words[head]
+            same = (now[:, 0] & _STATE_AND_PINS == _COMMITTED) & (now[:, 1] == ticks[: len(head)])
+            same &= self._slabs.arena.cold["slot_bytes"][head] == size
+            if not same.all():  # used, pinned or freed since the scan
+                head = head[same]
+                rows = np.concatenate([head, rows[len(same) :]])
+                ticks = np.concatenate([ticks[: len(same)][same], ticks[len(same) :]])
+                self._queues[size] = rows, ticks
+            if len(head):
+                return min(int(np.searchsorted(ticks[: len(head)], np.uint64(before))), n)
+        return self._look(size, n, before) if self._scan(size, n) else 0
+
+    def _scan(self, size: int, n: int) -> bool:
+        """Fill the queue of a class from the table; False when nothing can be evicted."""
+        if self._barren.get(size) == self.changes:
+            return False
+        members, count = self._members(size)
+        rows = victims(self._hot, max(n, min(count // SHARE, MOST)), members)
+        self._queues[size] = rows, self._words[rows, 1]
+        if not len(rows):
+            self._barren[size] = self.changes
+        return len(rows) > 0
 
     def _members(self, size: int) -> tuple[Rows | None, int]:
         """Rows of a class's extents (None: all rows, where there is no other class), and how many."""

@@ -14,6 +14,7 @@ from lmcache_shm.catalog.keys import KEY
 from lmcache_shm.catalog.namespace import Group, Namespace
 from lmcache_shm.catalog.slots import Slots
 
+MOST_HITS = np.uint16(65535)
 FIRST_LOOK = 64
 """Keys probed before looking whether the prefix goes on; then twice as many, and so on."""
 
@@ -106,7 +107,8 @@ class Lookup:
             mine = rows[need.start : need.stop]
             if len(mine):
                 slots.pins[mine] += np.uint32(1)
-                slots.arena.cold["hits"][mine] += np.uint32(1)
+                hits = slots.hits[mine]
+                slots.hits[mine] = hits + (hits < MOST_HITS)
                 slots.counters["bytes_acquired"] += len(mine) * group.size
                 group.hits += len(mine)
                 group.served += 1

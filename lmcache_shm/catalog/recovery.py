@@ -92,8 +92,6 @@ def _rewrite(slots: Slots, committed: Mask, quarantined: Mask, bound: Mask) -> N
     cold["offset"][free] = first * np.uint64(allocator.slab_bytes) + number * size
     cold["slot_bytes"][free] = size
     cold["slab"][free] = first
-    cold["key"][free] = 0
-    cold["seal"][free] = 0
     hot["tick"][free] = 0
     hot["state"][free] = SlotState.FREE
 

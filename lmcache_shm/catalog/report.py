@@ -94,9 +94,13 @@ def _groups(space: Namespace, counted: dict[str, dict[int, int]]) -> list[dict[s
 def _slab_map(slots: Slots, census: Census) -> list[list[int]]:
     """In the arena's order, per extent or gap between extents: namespace and group of its slots (-1: of
     none), slots, used, pinned, reserved, slabs, quarantined."""
-    columns = [census.by_extent(name).tolist() for name in ("used", "pinned", "reserved", "quarantined")]
+    columns = [
+        census.by_extent(name).tolist() for name in ("used", "pinned", "reserved", "quarantined")
+    ]
     found = []
-    for i, (owner, start) in enumerate(zip(census.owners_of_extents(), census.starts.tolist(), strict=True)):
+    for i, (owner, start) in enumerate(
+        zip(census.owners_of_extents(), census.starts.tolist(), strict=True)
+    ):
         used, pinned, reserved, quarantined = (column[i] for column in columns)
         slabs, n = int(census.lengths[i]), int(census.slots[i])
         found.append((start, [*owner, n, used, pinned, reserved, slabs, quarantined]))
@@ -144,7 +148,7 @@ def tree(slots: Slots, ns: int | None, limit: int) -> list[dict[str, Any]]:
         node["rows"].append(row)
         node["bytes"] += int(c["slot_bytes"])
         node["pins"] += int(h["pins"])
-        node["hits"] = max(node["hits"], int(c["hits"]))
+        node["hits"] = max(node["hits"], int(h["hits"]))
     return _in_order(list(nodes.values()))
 
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from lmcache_shm.arena.layout import U64, Numbers, Rows, SlotState
+from lmcache_shm.arena.layout import HOT_DTYPE, U64, Numbers, Rows, SlotState, cold_words
 from lmcache_shm.catalog.index import split
 from lmcache_shm.catalog.namespace import Group, Namespace
 from lmcache_shm.catalog.room import Room
@@ -28,7 +28,6 @@ class Entries(NamedTuple):
     """What is to be reserved; n entries each, as in Catalog.reserve."""
 
     names: list[bytes]
-    parent_names: list[bytes]
     keys: U64  # [n, 2]
     parents: U64  # [n, 2]
     chunks: npt.NDArray[np.uint32]
@@ -45,18 +44,8 @@ class Entries(NamedTuple):
     ) -> "Entries":  # fmt: skip
         words = (np.frombuffer(packed, "<u8").reshape(-1, 2) for packed in (keys, parents, digests))
         key, parent, digest = words
-        return cls(
-            split(keys),
-            split(parents),
-            key,
-            parent,
-            chunks,
-            token_lens,
-            digest,
-            salts,
-            client,
-            now_ns,
-        )
+        names = split(keys)
+        return cls(names, key, parent, chunks, token_lens, digest, salts, client, now_ns)
 
 
 class Reserver:
@@ -131,7 +120,7 @@ class Reserver:
         lengths = np.diff(heads, append=len(picks))
         first = np.empty(len(heads), np.uint64)
         for i, (head, length) in enumerate(zip(heads.tolist(), lengths.tolist(), strict=True)):
-            parent = entries.parent_names[picks[head]]
+            parent = entries.parents[picks[head]].tobytes()
             first[i] = self._head_tick(space, group, parent, length, renew=renew)
         run = np.cumsum(~follows) - 1
         ticks: U64 = first[run] - (np.arange(len(picks)) - heads[run]).astype(np.uint64)
@@ -172,19 +161,23 @@ class Reserver:
     def _write(
         self, space: Namespace, group: Group, rows: Rows, picks: Picks, entries: Entries, ticks: U64
     ) -> None:
-        hot, cold = self._slots.arena.hot, self._slots.arena.cold
-        cold["key"][rows] = entries.keys[picks]
-        cold["parent"][rows] = entries.parents[picks]
-        cold["extra_digest"][rows] = entries.digests[picks]
-        cold["salt"][rows] = entries.salts[picks]
-        cold["token_bytes"][rows] = entries.token_lens[picks]
-        cold["chunk"][rows] = entries.chunks[picks]
-        cold["hits"][rows] = 0
-        cold["created_ns"][rows] = entries.now_ns
-        hot["namespace"][rows] = space.id
-        hot["group"][rows] = group.number
-        hot["client"][rows] = entries.client
-        hot["flags"][rows] = 0
-        hot["tick"][rows] = ticks
-        hot["generation"][rows] += np.uint64(1)
-        hot["state"][rows] = SlotState.RESERVED  # last: what is RESERVED is complete
+        """Whole rows at once: scattering each column by itself takes three times as long."""
+        arena = self._slots.arena
+        cold = np.empty((len(rows), 9), np.uint64)
+        cold[:, 0:2] = entries.keys[picks]
+        cold[:, 2:4] = entries.parents[picks]
+        cold[:, 4:6] = entries.digests[picks]
+        cold[:, 6] = entries.salts[picks]
+        cold[:, 7] = entries.now_ns
+        cold[:, 8] = (
+            entries.chunks[picks].astype(np.uint64) << np.uint64(32) | entries.token_lens[picks]
+        )
+        cold_words(arena.cold)[rows, :9] = cold  # the rest is the place, which stays
+        hot = np.zeros(len(rows), HOT_DTYPE)
+        hot["namespace"] = space.id
+        hot["group"] = group.number
+        hot["client"] = entries.client
+        hot["tick"] = ticks
+        hot["generation"] = arena.hot["generation"][rows] + np.uint64(1)
+        hot["state"] = SlotState.RESERVED
+        arena.hot[rows] = hot  # last: what is RESERVED is complete

@@ -50,11 +50,10 @@ class Room:
 
     def _take_over(self, slot_bytes: int, window: Window) -> None:
         """Empty the extents that a window touches and bind the window to this size."""
-        allocator = self._slots.allocator
-        for start in self._windows.extents_in(window):
-            self._slots.evict(
-                self._slots.in_state(self._windows.rows_in(start), SlotState.COMMITTED)
-            )
-            allocator.unbind(start)
+        slots, allocator = self._slots, self._slots.allocator
+        starts = self._windows.extents_in(window)
+        for start in starts:
+            slots.evict(slots.in_state(self._windows.rows_in(start), SlotState.COMMITTED))
+        allocator.unbind(starts)
         allocator.bind(slot_bytes, *window)
         self._slots.counters["rebinds"] += 1

@@ -45,6 +45,7 @@ class Slots:
         hot = arena.hot
         self.state, self.flags, self.pins = hot["state"], hot["flags"], hot["pins"]
         self.ticks: U64 = hot["tick"]
+        self.hits = hot["hits"]
         self._parents = arena.regions.cold + PARENT_AT
 
     def parent_of(self, row: int) -> bytes:
@@ -72,6 +73,7 @@ class Slots:
         """Take rows out of their indices; those that are in none (FLAG_DROP) must not be among them."""
         for group, mine in self.owners(rows):
             group.index.remove(self.keys_of(mine))
+            group.reserved -= int((self.state[mine] == SlotState.RESERVED).sum())
 
     def evict(self, rows: Rows) -> None:
         """Committed, unpinned rows leave: out of the index, FREE, remembered as ghosts."""

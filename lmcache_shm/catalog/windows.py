@@ -9,8 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from lmcache_shm.arena.allocator import SlabAllocator, slot_class
-from lmcache_shm.arena.layout import Rows, SlotState
-from lmcache_shm.catalog.eviction import Lru, words
+from lmcache_shm.arena.layout import Rows, SlotState, hot_words
+from lmcache_shm.catalog.eviction import Lru
 
 KEPT = 64
 """Windows kept from one scoring."""
@@ -25,7 +25,7 @@ class Windows:
     def __init__(self, slabs: SlabAllocator, lru: Lru) -> None:
         self._slabs = slabs
         self._lru = lru
-        self._words = words(slabs.arena.hot).reshape(slabs.slabs, slabs.per_slab, 4)
+        self._words = hot_words(slabs.arena.hot).reshape(slabs.slabs, slabs.per_slab, 4)
         self._kept: dict[int, list[Window]] = {}
         self._barren: dict[int, int] = {}
         self._evicted: dict[int, int] = {}  # class → evictions since its last scoring
@@ -78,7 +78,7 @@ class Windows:
         for start in self.extents_in(window):
             if int(self._slabs.arena.slabs["slot_bytes"][start]) == size:
                 return None
-            table = words(self._slabs.arena.hot)[self.rows_in(start)]
+            table = hot_words(self._slabs.arena.hot)[self.rows_in(start)]
             blocked, used, ticks = _facts(table)
             if blocked.any():
                 return None

@@ -37,7 +37,7 @@ def doctor(
     problems_only: Annotated[bool, typer.Option("--quiet", "-q", help="Show only what needs mending.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON array of findings.")] = False,
     **given: Any,
-) -> int:
+) -> None:
     """Examine this host, its server and its engines; each finding with what mends it.
 
     Exit status: 0 all is well, 1 there is a problem, 2 this command was called wrongly.
@@ -47,7 +47,8 @@ def doctor(
         print(json.dumps([asdict(finding) for finding in findings], ensure_ascii=False, indent=2))
     else:
         show(findings, Console(highlight=False), problems_only=problems_only)
-    return int(any(finding.level == "problem" for finding in findings))
+    if any(finding.level == "problem" for finding in findings):
+        raise typer.Exit(1)
 
 
 def examine(given: dict[str, Any], transfer_config: str | None = None) -> Iterator[Finding]:
@@ -66,7 +67,7 @@ def examine(given: dict[str, Any], transfer_config: str | None = None) -> Iterat
         yield from found
     config = _met(config, wanted_by_engine)
     path = socket_path(config)
-    owner = leftovers.owner(config.instance)
+    owner = leftovers.owner(config.instance, path.parent)
     yield from host.examine_host(int(config.l1_size_gb * 2**30), running=bool(owner))
     yield from server.runtime_directory(path.parent, config.instance)
     yield from leftovers.examine(path.parent)
@@ -109,7 +110,10 @@ def show(findings: list[Finding], console: Console, *, problems_only: bool = Fal
             mark, style = MARKS[finding.level]
             mark = PLAIN[mark] if plain else mark
             text = Text.assemble((f"{mark} ", style), finding.text)
-            console.print(Padding(text, (0, 0, 0, 2)), soft_wrap=False)
+            if console.is_terminal:
+                console.print(Padding(text, (0, 0, 0, 2)))
+            else:
+                console.print(Text("  ").append_text(text), soft_wrap=True)
             if finding.remedy:
                 # Not wrapped: it is to be pasted.
                 arrow = "->" if plain else ARROW

@@ -176,6 +176,8 @@ def running_engines() -> list[tuple[int, list[str]]]:
     for entry in os.scandir("/proc"):
         if entry.name.isdigit():
             try:
+                if entry.stat().st_uid != os.geteuid():
+                    continue
                 words = Path(entry.path, "cmdline").read_bytes().decode(errors="replace").split("\0")[:-1]
             except OSError:
                 continue

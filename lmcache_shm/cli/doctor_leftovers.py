@@ -3,3 +3,32 @@
 from collections.abc import Iterator
 from pathlib import Path
 
+from lmcache_shm.arena.leftovers import Leftover, leftovers
+from lmcache_shm.cli.figures import size
+from lmcache_shm.cli.findings import Finding, note, ok
+
+
+def owner(instance: str, folder: Path) -> int:
+    """Pid of the live server that has this instance's arena or lock; 0 if none has (or it is unknown)."""
+    return max((entry.pid for entry in leftovers(folder) if entry.live and entry.instance == instance), default=0)
+
+
+def examine(folder: Path) -> Iterator[Finding]:
+    """Findings about files whose server is gone."""
+    dead: dict[str, list[Leftover]] = {}
+    for entry in leftovers(folder):
+        if not entry.live:
+            dead.setdefault(entry.instance, []).append(entry)
+    for instance, entries in dead.items():
+        held = sum(entry.nbytes for entry in entries if entry.kind in {"data", "meta"})
+        what = entries[0].note
+        if held:
+            yield note(
+                "leftovers",
+                f"instance {instance} has no server, and {size(held)} in /dev/shm ({what})",
+                f"lmcache-shm server --instance {instance} …   takes it over warm; lmcache-shm purge removes it",
+            )
+        else:
+            yield note("leftovers", f"instance {instance}: {what}", "lmcache-shm purge")
+    if not dead:
+        yield ok("leftovers", "nothing of dead servers")

@@ -20,6 +20,7 @@ MEMHOSTREGISTER_PORTABLE, MEMHOSTREGISTER_DEVICEMAP = 1, 2
 MEMORYTYPE_HOST, MEMORYTYPE_DEVICE = 1, 2
 SRC_ACCESS_ORDER_STREAM, SRC_ACCESS_ORDER_ANY = 1, 3
 DEVICE_ATTRIBUTE_MAX_PITCH = 11
+STREAM_CAPTURE_MODE_RELAXED = 2
 OUT_OF_MEMORY, NOT_SUPPORTED, ALREADY_REGISTERED = 2, 801, 712
 
 REMEDIES = {
@@ -156,6 +157,10 @@ class CudaDevice:
     def enter_thread(self) -> None:
         self._torch.cuda.set_device(self._index)
         self._driver.call("cuCtxSetCurrent", self._context)
+        # While the engine captures CUDA graphs, other threads' calls (registration, event queries) would
+        # fail and spoil the capture. Ours never touch a capturing stream, so they may opt out.
+        mode = ctypes.c_int(STREAM_CAPTURE_MODE_RELAXED)
+        self._driver.call("cuThreadExchangeStreamCaptureMode", ctypes.byref(mode))
 
     def register(self, address: int, nbytes: int) -> int:
         flags = MEMHOSTREGISTER_PORTABLE | MEMHOSTREGISTER_DEVICEMAP

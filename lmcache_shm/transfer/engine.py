@@ -100,7 +100,10 @@ class TransferEngine(Protocol):
         """Queue a job; never blocks on the copy and never raises for a bad job (its result says so).
 
         ``ready_event`` (``torch.Event`` or anything with ``synchronize()``) is waited for before the
-        first block is touched. A job id may be used again once its result was polled.
+        first block is touched. Without one a CPU engine starts at once, and a device engine waits for
+        what was submitted to the caller's current stream so far: submit stores after the forward was
+        launched, and loads before kernels that need them. A job id may be used again once its
+        result was polled.
         """
 
     def poll(self) -> list[JobResult]:

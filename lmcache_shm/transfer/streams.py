@@ -88,6 +88,7 @@ class StreamEngine:
         self._arena = arena.data_array.ctypes.data
         self.backend: Wish = backend
         self._kernel_below = kernel_below
+        self._has_kernel = device.has_kernel
         planned = plan_pieces(arena.data_array.nbytes) if pieces is None else pieces
         self.pinned = PinnedMemory(device, self._arena, planned, start=start)
         self._book = JobBook()
@@ -228,11 +229,16 @@ class StreamEngine:
     def _copy_pinned(self, kind: JobKind, ranges: Ranges, keep: list[Any]) -> None:
         if not len(ranges.nbytes):
             return
-        backend = self._backend(kind, ranges)
-        if backend == "batch":
+        if self._backend(kind, ranges) == "kernel":
+            try:
+                keep.append(self._device.copy_kernel(kind, self.pinned.as_device_sees(ranges)))
+            except Exception as error:  # noqa: BLE001 - no compiler, …: no common class
+                logger.warning("the copy kernel cannot be used, copying without it: %s", error)
+                self._has_kernel = False
+            else:
+                return
+        if self._backend(kind, ranges) == "batch":
             self._device.copy_batch(kind, self.pinned.as_device_sees(ranges))
-        elif backend == "kernel":
-            keep.append(self._device.copy_kernel(kind, self.pinned.as_device_sees(ranges)))
         else:
             self._copy_ranges(kind, ranges)
 
@@ -242,7 +248,7 @@ class StreamEngine:
             kind,
             ranges,
             has_batch=self._device.has_batch,
-            has_kernel=self._device.has_kernel,
+            has_kernel=self._has_kernel,
             kernel_below=self._kernel_below,
         )
 

@@ -60,14 +60,20 @@ class StoreBook:
         return bool(self._jobs)
 
     @property
-    def unsettled(self) -> bool:
-        """Whether there is anything that the server, or the block pool, has to be told sooner or later."""
-        return bool(self._jobs or self._ended or self._released)
+    def holding(self) -> bool:
+        """Whether blocks are held that the scheduler's thread will have to release."""
+        return bool(self._jobs or self._ended)
 
-    def has_room(self) -> bool:
-        """Whether another job can be told apart on the board from all that are underway."""
+    @property
+    def untold(self) -> bool:
+        """Whether there is, or will be, something to tell the server."""
+        return bool(self._jobs or self._released)
+
+    def has_room(self, jobs: int) -> bool:
+        """Whether so many more can be told apart on the board from all that are underway."""
         with self._lock:
-            return not self._jobs or self._next_id - min(self._jobs) < RING
+            oldest = min(self._jobs, default=self._next_id)
+            return self._next_id + jobs - oldest <= RING
 
     def open(
         self, epoch: Epoch, rows: list[int], keys: list[tuple[int, bytes]], blocks: list[Any]

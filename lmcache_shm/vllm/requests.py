@@ -34,10 +34,10 @@ class RequestState:
     """A load failed: never offer this request anything again."""
     outdated: bool = False
     """Holds KV from before the cache was reset, so nothing of it may be stored until it is recomputed."""
-    fresh: bool = True
-    """No step has been scheduled since its prefix was determined."""
-    prefix_chunks: int = 0
-    """Chunks that it got from a cache, ours or the engine's own."""
+    prefix_tokens: int = 0
+    """What it got from a cache, ours or the engine's own, when it was last admitted."""
+    speculative: bool = False
+    """Whether the engine speculates at all."""
     states: set[int] = field(default_factory=set)
     """Chunks whose recurrent state was stored or reserved."""
     held: dict[tuple[int, int], Any] = field(default_factory=dict)
@@ -61,9 +61,8 @@ class RequestState:
 
     def rewind(self) -> None:
         """Begin anew: the prefix is being determined (again)."""
-        self.next_chunk = self.prefix_chunks = 0
+        self.next_chunk = self.prefix_tokens = 0
         self.next_end = self.epoch.plan.chunk_size if self.epoch is not None else 0
-        self.fresh = True
         self.states.clear()
 
     def extend(self, chunks: int) -> ChunkKeys:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from lmcache_shm.config import Config
+from lmcache_shm.control.autostart import AutostartError, ensure_server
 from lmcache_shm.control.client import CacheClient
 from lmcache_shm.control.messages import GroupInfo, HelloReply, Register, Registered
 from lmcache_shm.catalog.namespace import rule_words
@@ -49,10 +50,18 @@ class Start:
         self._descriptor = b""
         self._coming: deque[Epoch] = deque()
         self._epoch: Epoch | None = None
+        self.latest: Epoch | None = None
+        """The last epoch there was, also when its server is gone. Any thread."""
+        self.speculative = vllm_config.speculative_config is not None
         self._logged: CachePlan | None = None
 
     def open(self) -> None:
         """Begin to look for a server. Raises ModelError if one answers in time and does not suit the model."""
+        if self.config.autostart_gb:
+            try:
+                ensure_server(self.config)
+            except AutostartError as error:
+                log.warning("lmcache_shm: no server could be started: %s", error)
         here = self.client.path.exists()
         self.client.start()
         if here and (hello := self.client.wait_hello(HELLO_S)) is not None:
@@ -85,11 +94,6 @@ class Start:
             self._epoch = self._coming.popleft()
         return self._epoch if self.client.up else None
 
-    @property
-    def latest(self) -> Epoch | None:
-        """The last epoch there was, also when its server is gone."""
-        return self._coming[-1] if self._coming else self._epoch
-
     def plan_for(self, hello: HelloReply) -> CachePlan:
         """The plan under this server's options. Raises ModelError."""
         wanted = hello.chunk_size or self.config.chunk_size
@@ -115,9 +119,10 @@ class Start:
         arena, plan = self.client.arena, self._plan
         if arena is None or plan is None:
             raise ValueError("registered without an arena")
-        self._coming.append(
-            Epoch.of(registered, hello, arena, plan, self._descriptor, self.world, self.replicas)
+        self.latest = Epoch.of(
+            registered, hello, arena, plan, self._descriptor, self.world, self.replicas
         )
+        self._coming.append(self.latest)
         if self._logged != plan:
             self._logged = plan
             log.info(

@@ -7,7 +7,11 @@ tensors and copies) and `engine_driven` (the worker copies into the server's sha
 
 import os
 
-os.environ |= {"LMCACHE_TRACK_USAGE": "false", "LMCACHE_DISABLE_BANNER": "1", "LMCACHE_LOG_LEVEL": "WARNING"}
+os.environ |= {
+    "LMCACHE_TRACK_USAGE": "false",
+    "LMCACHE_DISABLE_BANNER": "1",
+    "LMCACHE_LOG_LEVEL": "WARNING",
+}
 
 import socket
 import subprocess
@@ -88,14 +92,18 @@ class Cache:
         self.client, self.shape, self.model = client, shape, model
         blocks = shape.tokens // shape.block
         self.tensors = {
-            f"l{i}": torch.ones(blocks, shape.heads, shape.block, 2 * shape.head_size, dtype=torch.bfloat16)
+            f"l{i}": torch.ones(
+                blocks, shape.heads, shape.block, 2 * shape.head_size, dtype=torch.bfloat16
+            )
             for i in range(shape.layers)
         }
         self.context = create_transfer_context(
             self.tensors, instance_id=instance, req_client=client, mode=mode
         )
         group = EngineGroupInfo(
-            engine_group_id=0, layer_indices=tuple(range(shape.layers)), tokens_per_block=shape.block
+            engine_group_id=0,
+            layer_indices=tuple(range(shape.layers)),
+            tokens_per_block=shape.block,
         )
         self.context.register(
             self.tensors, model, 1, shape.chunk // shape.block, TIMEOUT,
@@ -173,7 +181,10 @@ class Subject:
         self.big = Cache(self.client, mode, self.shape, "big", 1001)
         self.small = Cache(self.client, mode, CONTROL, "small", 1002)
         self.requests = 0
-        self.info = {"mode": mode, "page_bytes": self.shape.token_bytes // self.shape.layers * self.shape.block}
+        self.info = {
+            "mode": mode,
+            "page_bytes": self.shape.token_bytes // self.shape.layers * self.shape.block,
+        }
 
     def _request(self) -> str:
         self.requests += 1
@@ -185,7 +196,9 @@ class Subject:
         cache, ids = self.big, token_ids(self.shape.tokens + 1, seed)
         for i, tensor in enumerate(cache.tensors.values()):
             flat = tensor.view(torch.int16).view(-1)
-            flat.copy_(torch.arange(flat.numel(), dtype=torch.int32).add_(i * 7919 + seed).to(torch.int16))
+            flat.copy_(
+                torch.arange(flat.numel(), dtype=torch.int32).add_(i * 7919 + seed).to(torch.int16)
+            )
         probes = list(cache.tensors.values())[:: max(1, self.shape.layers // 4)]
         expected = [t.view(torch.int16).clone() for t in probes]
         store_s = sum(cache.store(ids, self._request()))
@@ -196,7 +209,8 @@ class Subject:
             tensor.zero_()
         retrieve_s = cache.retrieve(ids, request)
         equal = all(
-            torch.equal(want, got.view(torch.int16)) for want, got in zip(expected, probes, strict=True)
+            torch.equal(want, got.view(torch.int16))
+            for want, got in zip(expected, probes, strict=True)
         )
         complete = found == self.shape.tokens // self.shape.chunk
         return {"store_s": store_s, "retrieve_s": retrieve_s, "right": equal and complete}

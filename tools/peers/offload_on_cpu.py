@@ -95,7 +95,9 @@ def offloading() -> None:
     """For OffloadingConnector."""
     from vllm.v1.kv_offload.cpu import gpu_worker, spec
 
-    source = inspect.getsource(gpu_worker).replace("assert gpu_tensor.is_cuda or gpu_tensor.is_xpu", "pass")
+    source = inspect.getsource(gpu_worker).replace(
+        "assert gpu_tensor.is_cuda or gpu_tensor.is_xpu", "pass"
+    )
     exec(compile(source, gpu_worker.__file__, "exec"), gpu_worker.__dict__)  # noqa: S102
     gpu_worker.torch = Proxy(torch, Event=Event)
     gpu_worker.current_platform = Proxy(

@@ -147,7 +147,9 @@ class Cache:
         keys.extend(ids)
         answer = self.client.acquire(bytes(keys.keys), 0, len(ids) + 1)
         assert answer is not None
-        rows = np.frombuffer(answer.rows[0], dtype=np.int32) if answer.rows else np.empty(0, np.int32)
+        rows = (
+            np.frombuffer(answer.rows[0], dtype=np.int32) if answer.rows else np.empty(0, np.int32)
+        )
         at = (self.arena.cold["offset"][rows] + self.place.token_offset[0]).tolist()
         usable = 0
         for start, tokens in zip(at, keys.encoded[: answer.n_chunks], strict=True):

@@ -84,7 +84,9 @@ class Subject:
             from tools.peers import offload_on_cpu
 
             getattr(offload_on_cpu, name)()
-            kind = {"simple": "SimpleCPUOffloadConnector", "offloading": "OffloadingConnector"}[name]
+            kind = {"simple": "SimpleCPUOffloadConnector", "offloading": "OffloadingConnector"}[
+                name
+            ]
             return {
                 "kv_connector": kind,
                 "kv_role": "kv_both",
@@ -114,7 +116,9 @@ class Subject:
         began, first = time.perf_counter(), 0.0
         for prompt in prompts:
             self.requests += 1
-            self.engine.add_request(str(self.requests), TokensPrompt(prompt_token_ids=prompt), params)
+            self.engine.add_request(
+                str(self.requests), TokensPrompt(prompt_token_ids=prompt), params
+            )
         answers: dict[str, list[int]] = {}
         while self.engine.has_unfinished_requests():
             for output in self.engine.step():
@@ -143,10 +147,14 @@ class Subject:
         for _ in range(3):
             self.engine.step()
         runs["local"] = self._run([prompt], 8)
-        alike = len({json.dumps([answer for _, answer in run["tokens"]]) for run in runs.values()}) == 1
+        alike = (
+            len({json.dumps([answer for _, answer in run["tokens"]]) for run in runs.values()}) == 1
+        )
         self._reset()
         times = {
-            f"{name}_{what}": run[what] for name, run in runs.items() for what in ("first_s", "seconds")
+            f"{name}_{what}": run[what]
+            for name, run in runs.items()
+            for what in ("first_s", "seconds")
         }
         return times | {"alike": alike}
 

@@ -83,7 +83,7 @@ class Engine:
         try:
             self.info: dict[str, Any] = self._read(start_s)["ready"]
         except BaseException:
-            self.close()
+            self.close(ask=False)
             raise
 
     @property
@@ -147,9 +147,9 @@ class Engine:
         os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
 
-    def close(self) -> None:
-        """End the process (asked first, killed after 20 s) and remove its folder. Idempotent."""
-        if self._process.poll() is None:
+    def close(self, *, ask: bool = True) -> None:
+        """End the process (asked first if `ask`, killed after 20 s) and remove its folder. Idempotent."""
+        if ask and self._process.poll() is None:
             try:
                 self.send("exit")
                 self._process.wait(20)
@@ -178,4 +178,4 @@ class Engine:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self.close()
+        self.close(ask=error is None)

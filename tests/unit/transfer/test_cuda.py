@@ -4,6 +4,7 @@ import ctypes
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -161,6 +162,19 @@ def test_memory_that_cannot_be_mapped_does_not_stay_registered(device):
         device(library).register(4096, 8192)
 
     assert "cuMemHostUnregister" in library.names()
+
+
+def test_threads_opt_out_of_other_threads_graph_captures(device):
+    """Or registering memory while the engine captures CUDA graphs would spoil the capture."""
+    library = Library()
+    one = device(library)
+    one._torch = SimpleNamespace(cuda=SimpleNamespace(set_device=lambda index: None))
+    one._index, one._context = 0, ctypes.c_void_p(77)
+    one.enter_thread()
+
+    (context, handle), (capture, mode) = library.calls[-2:]
+    assert (context, handle[0].value) == ("cuCtxSetCurrent", 77)
+    assert (capture, mode[0]._obj.value) == ("cuThreadExchangeStreamCaptureMode", 2)
 
 
 def test_failed_calls_are_errors(device):

@@ -305,6 +305,19 @@ def test_a_failure_in_mid_job_waits_for_what_was_issued(stepped):
     assert "told to fail" in reason
 
 
+def test_a_kernel_that_cannot_be_launched_is_replaced_for_good(rigs, caplog):
+    """No compiler on the machine: said once, and copied in batches from then on."""
+    device = SimulatedDevice()
+    device.fail("copy_kernel")
+    b = rigs(dense_hnd(), device, backend="kernel")
+    b.engine.pinned.join(WAIT)
+    for _ in range(2):
+        assert b.round_trip(0, b.world.scattered_blocks(4), b.world.scattered_blocks(4))
+
+    assert caplog.text.count("kernel cannot be used") == 1
+    assert (device.calls["copy_kernel"], device.calls["copy_batch"]) == (1, 4)
+
+
 def test_without_an_end_event_the_stream_is_emptied_before_the_result(stepped):
     b = stepped()
     b.device.fail("mark", 1)

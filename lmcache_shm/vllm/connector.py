@@ -1,0 +1,194 @@
+"""LMCacheShmConnector: what vLLM calls, handed on to the scheduler side or the worker side."""
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    KVConnectorWorkerMetadata,
+    SupportsHMA,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+    KVConnectorPromMetrics,
+    KVConnectorStats,
+)
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+from lmcache_shm.config import connector_config
+from lmcache_shm.log import NAME
+from lmcache_shm.vllm.layouts import WorkerFacts
+from lmcache_shm.vllm.metadata import StepMetadata
+from lmcache_shm.vllm.scheduler import SchedulerSide
+from lmcache_shm.vllm.start import Start, world_size
+from lmcache_shm.vllm.stats import ShmPromMetrics, ShmStats
+from lmcache_shm.vllm.worker import WorkerSide, layer_backends
+
+log = logging.getLogger(NAME)
+
+
+class LMCacheShmConnector(KVConnectorBase_V1, SupportsHMA):  # noqa: PLR0904  (vLLM's interface is wide)
+    """KV cache in the host's shared memory. Loads and stores are asynchronous, and best effort."""
+
+    _cache_hit_source = CacheHitSource.HOST
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        log_as_vllm_does()
+        config = connector_config(self._kv_transfer_config.kv_connector_extra_config or {})
+        self._side: SchedulerSide | None = None
+        self._worker: WorkerSide | None = None
+        if role == KVConnectorRole.SCHEDULER:
+            # A cache may lose things: the engine must compute them then. The scheduler reads this next.
+            self._kv_transfer_config.kv_load_failure_policy = "recompute"
+            start = Start(vllm_config, kv_cache_config, config)
+            start.open()
+            self._side = SchedulerSide(start)
+        else:
+            self._worker = WorkerSide(
+                vllm_config, kv_cache_config, config, rank_in_engine(), world_size(vllm_config)
+            )
+
+    @property
+    def side(self) -> SchedulerSide:
+        """The scheduler side. Raises RuntimeError in a worker."""
+        if self._side is None:
+            raise RuntimeError("this is a worker's connector")
+        return self._side
+
+    @property
+    def worker(self) -> WorkerSide:
+        """The worker side. Raises RuntimeError in the scheduler."""
+        if self._worker is None:
+            raise RuntimeError("this is the scheduler's connector")
+        return self._worker
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        return False
+
+    # --------------------------------------------------------------------------- scheduler side
+    def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
+        super().bind_kv_cache_manager(kv_cache_manager)
+        self.side.bind(kv_cache_manager)
+
+    def set_xfer_handshake_metadata_pp_aware(self, metadata: Mapping[Any, Any]) -> None:
+        workers = [facts for facts in metadata.values() if isinstance(facts, WorkerFacts)]
+        self.side.start.set_workers(workers)
+
+    def on_new_request(self, request: Any) -> None:
+        self.side.on_new_request(request)
+
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        return self.side.matched_tokens(request, num_computed_tokens)
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        tables = blocks.get_block_ids() if num_external_tokens else ()
+        self.side.allocated(request, tables, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
+        return self.side.build_metadata(scheduler_output)
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        self.side.output(connector_output)
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        self.side.request_finished(request)
+        return False, None  # blocks that are still being copied are held in the block pool
+
+    def has_pending_block_frees(self) -> bool:
+        return self.side.has_pending_block_frees()
+
+    def has_pending_push_work(self) -> bool:
+        return self._side is not None and self._side.has_pending_work()
+
+    def reset_cache(self) -> bool | None:
+        return self.side.reset()
+
+    # ------------------------------------------------------------------------------ worker side
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        self.worker.register(kv_caches, layer_backends(self._vllm_config, kv_caches))
+
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+        return self.worker.facts
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        meta = self._connector_metadata
+        if isinstance(meta, StepMetadata):
+            self.worker.start_loads(meta)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Loads are complete before a request runs."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
+        """Stores begin after the step."""
+
+    def wait_for_save(self) -> None:
+        meta = self._connector_metadata
+        if isinstance(meta, StepMetadata):
+            self.worker.start_stores(meta)
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        received, failed = self.worker.results()
+        return KVConnectorTransferResults(finished_recving=received, failed_recving=failed)
+
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        return self.worker.refused()
+
+    # ------------------------------------------------------------------------------------- both
+    def shutdown(self) -> None:
+        if self._worker is not None:
+            self._worker.close()
+        if self._side is not None:
+            self._side.close()
+
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        counts = self._side.counts if self._side is not None else self.worker.counts
+        return counts.take()
+
+    @classmethod
+    def build_kv_connector_stats(
+        cls, data: dict[str, Any] | None = None
+    ) -> KVConnectorStats | None:
+        return ShmStats(data=data) if data is not None else ShmStats()
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: Any,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> KVConnectorPromMetrics:
+        return ShmPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+
+def rank_in_engine() -> int:
+    """This worker's number in its engine: pipeline, then prefill context, then tensor rank."""
+    from vllm.distributed.parallel_state import (  # noqa: PLC0415  (groups exist only in workers)
+        get_pcp_group,
+        get_pp_group,
+        get_tp_group,
+    )
+
+    tp, pp, pcp = get_tp_group(), get_pp_group(), get_pcp_group()
+    outer: int = pp.rank_in_group * pcp.world_size + pcp.rank_in_group
+    return outer * int(tp.world_size) + int(tp.rank_in_group)
+
+
+def log_as_vllm_does() -> None:
+    """Our lines go where vLLM's go; by themselves, only warnings would be seen."""
+    ours, theirs = logging.getLogger(NAME), logging.getLogger("vllm")
+    if not ours.handlers and theirs.handlers:
+        ours.handlers = list(theirs.handlers)
+        ours.setLevel(theirs.level)
+        ours.propagate = False
+

@@ -1,0 +1,308 @@
+"""The scheduler side of the connector: look up, plan loads and stores, hold blocks, settle with the server.
+
+Everything here runs in the scheduler's thread, except `Settler`. One round trip to the server per looked-up
+request, at most one per step; nothing waits longer than the deadline, and nothing raises into the engine.
+"""
+
+import logging
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from lmcache_shm.vllm.book import Settlement, StoreBook
+from lmcache_shm.vllm.epoch import Epoch
+from lmcache_shm.vllm.loads import CannotLoad, plan_load
+from lmcache_shm.vllm.lookup import Hit, look_up
+from lmcache_shm.vllm.metadata import Job, RefusedStores, SlotCopy, StepMetadata
+from lmcache_shm.vllm.planner import StorePlanner
+from lmcache_shm.vllm.requests import RequestState
+from lmcache_shm.vllm.settler import Settler
+from lmcache_shm.vllm.start import Start
+from lmcache_shm.vllm.stats import Counts
+
+log = logging.getLogger("lmcache_shm")
+
+NOTHING = (0, False)
+SETTLE_S = 10.0
+"""A reset of the prefix cache, or the end, waits this long for stores that are underway."""
+
+
+class Load:
+    """A load that workers were told to do: the lease lives until all of them have reported."""
+
+    __slots__ = ("hit", "job")
+
+    def __init__(self, job: int, hit: Hit) -> None:
+        self.job = job
+        self.hit = hit
+
+
+class SchedulerSide:
+    """One per engine. `start` is open already."""
+
+    def __init__(self, start: Start) -> None:
+        self.start = start
+        self.client = start.client
+        self.counts = Counts()
+        self.book = StoreBook()
+        self.settler = Settler(self.client, self.book, lambda: self.start.latest)
+        self.planner = StorePlanner(self.book, self.counts)
+        self.pool: Any = None
+        self._requests: dict[str, RequestState] = {}
+        self._loads: dict[str, Load] = {}
+        self._next_load = -1
+        self._planned: list[tuple[Job, Epoch]] = []
+        self._doomed: list[str] = []
+        self._cancelled: list[int] = []
+        self._clear_first = False
+        self._local_outdated = False  # vLLM's own cache may hold blocks from before a reset
+        self._null = 0
+
+    # -------------------------------------------------------------------------------- requests
+    def on_new_request(self, request: Any) -> RequestState:
+        state = self._requests.get(request.request_id)
+        if state is None or state.request is not request:
+            state = RequestState(request, speculative=self.start.speculative)
+            self._requests[request.request_id] = state
+        return state
+
+    def matched_tokens(self, request: Any, local_tokens: int) -> tuple[int, bool]:
+        """How many tokens beyond `local_tokens` can be loaded; idempotent until they are allocated for."""
+        state = self.on_new_request(request)
+        epoch = self._current()
+        self._drop_states(state)
+        state.outdated = self._local_outdated and local_tokens > 0
+        if epoch is None or not state.enter(epoch):
+            self._drop_hit(state)
+            return NOTHING
+        state.rewind()
+        state.prefix_tokens = local_tokens
+        if request.skip_reading_prefix_cache or state.no_external:
+            return NOTHING
+        hit = state.hit
+        if hit is None or hit.epoch is not epoch or hit.local_tokens != local_tokens:
+            hit = self._look_up(state, epoch, local_tokens)
+        return (hit.tokens - local_tokens, True) if hit is not None else NOTHING
+
+    def _look_up(self, state: RequestState, epoch: Epoch, local_tokens: int) -> Hit | None:
+        request = state.request
+        chunks = (request.num_tokens - 1) // epoch.plan.chunk_size
+        old, state.hit = state.hit, None
+        replaces = old.lease if old is not None and old.epoch is epoch else 0
+        if chunks * epoch.plan.chunk_size <= local_tokens:
+            if replaces:
+                self.book.give_back(replaces)
+            return None
+        keys = state.extend(chunks)
+        hit, why = look_up(
+            self.client, epoch, keys, local_tokens, request.num_tokens, replaces, self.book.give_back
+        )
+        self.counts.lookup(request.num_tokens - local_tokens, hit.tokens - local_tokens if hit else 0)
+        if why:
+            self.counts.add(f"misses.{why}")
+            if why == "collision":
+                self.client.count("collision")
+        if hit is not None:
+            for group, rows in enumerate(hit.rows):
+                for i in range(len(rows)):
+                    epoch.remember(group, keys.key(hit.first[group] + i))
+        state.hit = hit
+        self.settler.wake()
+        return hit
+
+    def allocated(self, request: Any, tables: Sequence[Sequence[int]], external_tokens: int) -> None:
+        """VLLM has blocks for `external_tokens` of what was offered (0: it does not want any)."""
+        state = self.on_new_request(request)
+        if external_tokens == 0:
+            self._drop_hit(state)
+            return
+        req_id, hit = request.request_id, state.hit
+        if hit is None or req_id in self._loads:
+            self._doom(state, "nothing was offered")
+            return
+        state.hit = None
+        state.prefix_tokens = total = hit.local_tokens + external_tokens
+        try:
+            slots = plan_load(
+                hit.epoch.plan, hit.first, hit.n_chunks, hit.local_tokens, total, tables, self._null
+            )
+        except CannotLoad as error:
+            self.book.give_back(hit.lease)
+            self._doom(state, str(error))
+            return
+        cold = hit.epoch.arena.cold
+        copies = []
+        for group, chunk, runs in slots:
+            i = chunk - hit.first[group]
+            row = int(hit.rows[group][i])
+            offset = int(cold["offset"][row])
+            copies.append(SlotCopy(row, offset, int(hit.generations[group][i]), group, runs))
+        job = Job(self._next_load, hit.epoch.arena_id, copies, req_id)
+        self._next_load -= 1
+        self._loads[req_id] = Load(job.id, hit)
+        self._planned.append((job, hit.epoch))
+
+    def _doom(self, state: RequestState, why: str) -> None:
+        """Report this load as failed: vLLM waits for it and will compute the tokens."""
+        log.warning("lmcache_shm: a load of %s cannot be done: %s", state.request.request_id, why)
+        self.counts.add("loads_failed.plan")
+        state.no_external = True
+        self._doomed.append(state.request.request_id)
+
+    def request_finished(self, request: Any) -> None:
+        state = self._requests.pop(request.request_id, None)
+        if state is not None:
+            self._drop_hit(state)
+            self._drop_states(state)
+
+    # ------------------------------------------------------------------------------------ steps
+    def build_metadata(self, output: Any) -> StepMetadata:
+        """Plan this step's stores, settle what has ended, one round trip if anything is to be said."""
+        meta = StepMetadata()
+        for job, epoch in self._planned:
+            meta.loads.append(job)
+            meta.places[epoch.arena_id] = epoch.place
+        meta.doomed, self._doomed = self._doomed, []
+        meta.cancelled, self._cancelled = self._cancelled, []
+        self._planned = []
+        for req_id in output.preempted_req_ids or ():
+            if req_id in self._requests:
+                self._drop_states(self._requests[req_id])
+        epoch = self._current()
+        self.settler.stepped()
+        with self.settler.exchange:
+            message = self.book.settle(self.start.latest)
+            self._release_blocks()
+            try:
+                self._store(output, epoch, message, meta)
+            except Exception:
+                log.exception("lmcache_shm: planning stores failed; this step stores nothing")
+                self.counts.add("errors")
+        self.settler.wake()
+        return meta
+
+    def _store(
+        self, output: Any, epoch: Epoch | None, message: Settlement, meta: StepMetadata
+    ) -> None:
+        batch = None
+        if epoch is not None:
+            batch = self.planner.plan(output, epoch, self._requests, self.pool)
+        if batch is None:
+            if message:
+                self.client.step(None, message.commit, message.abort, message.release)
+            return
+        answer = self.client.step(batch.reserve, message.commit, message.abort, message.release)
+        if answer is None or epoch is None:
+            batch.drop()
+            return
+        if answer.boot != epoch.boot:  # a new server: the rows are in an arena that this plan is not for
+            batch.drop()
+            self.client.step(abort=batch.rows_of(answer))
+            return
+        for job in batch.open_jobs(answer):
+            meta.stores.append(job)
+            meta.places[epoch.arena_id] = epoch.place
+
+    def output(self, connector_output: Any) -> None:
+        """What the workers report with a step: ended loads, stores that could not begin."""
+        failed = connector_output.failed_recving or ()
+        for req_id in connector_output.finished_recving or ():
+            load = self._loads.pop(req_id, None)
+            if load is not None:
+                self.book.give_back(load.hit.lease)
+            state = self._requests.get(req_id)
+            if req_id in failed:
+                self.counts.add("requests_recomputed")
+                if state is not None:
+                    state.no_external = True
+        refused = connector_output.kv_connector_worker_meta
+        if isinstance(refused, RefusedStores):
+            self.book.refuse(refused.ranks)
+        self.settler.wake()
+
+    def has_pending_block_frees(self) -> bool:
+        """Whether waiting for copies helps more than preempting somebody. Releases what can be released."""
+        self._settle_now()
+        return self.book.held_alone()
+
+    def has_pending_work(self) -> bool:
+        """Whether the engine should go on stepping: copies are underway, or blocks wait to be released."""
+        return self.book.holding or bool(self._cancelled)
+
+    # ------------------------------------------------------------------------------------- cache
+    def bind(self, manager: Any) -> None:
+        """Take references in this manager's block pool; let its reset wait for copies that are underway."""
+        self.pool = manager.block_pool
+        self._null = self.pool.null_block.block_id
+        reset = manager.reset_prefix_cache
+
+        def reset_when_settled() -> bool:
+            self.wait_settled(SETTLE_S)
+            self._local_outdated = not reset()
+            return not self._local_outdated
+
+        manager.reset_prefix_cache = reset_when_settled
+
+    def reset(self) -> bool:
+        """Forget the namespace (weights have changed); nothing computed before may be stored or served."""
+        for load in self._loads.values():
+            self._cancelled.append(load.job)
+        for state in self._requests.values():
+            self._drop_hit(state)
+            state.outdated = True
+        epoch = self.start.latest
+        if epoch is not None:
+            for known in epoch.known:
+                known.clear()
+        self._clear_first = True
+        self._current()
+        if self._clear_first:
+            log.warning("lmcache_shm: the server cannot be told to forget now; nothing is used before it was")
+        return True
+
+    def wait_settled(self, timeout_s: float) -> bool:
+        """Until no store is underway and all is committed; False when the time was too short."""
+        end = time.monotonic() + timeout_s
+        while True:
+            self._settle_now()
+            if not self.book.busy:
+                return True
+            if time.monotonic() > end:
+                log.warning("lmcache_shm: stores are still underway after %.0f s", timeout_s)
+                return False
+            time.sleep(0.002)  # the engine is idle, or on its way down: it has asked to wait
+
+    def close(self) -> None:
+        """Settle what can be settled, then say goodbye."""
+        self.wait_settled(SETTLE_S / 2)
+        self.settler.close()
+        self.start.close()
+
+    # ------------------------------------------------------------------------------------ inside
+    def _current(self) -> Epoch | None:
+        """The epoch to work in; after a reset only once the server has forgotten, too."""
+        epoch = self.start.current()
+        if epoch is not None and self._clear_first:
+            if self.client.clear() is None:
+                return None
+            self._clear_first = False
+        return epoch
+
+    def _settle_now(self) -> None:
+        self.settler.settle()
+        self._release_blocks()
+
+    def _release_blocks(self) -> None:
+        blocks = self.book.ended_blocks()
+        if blocks:
+            self.pool.free_blocks(blocks)
+
+    def _drop_hit(self, state: RequestState) -> None:
+        if state.hit is not None:
+            self.book.give_back(state.hit.lease)
+            state.hit = None
+
+    def _drop_states(self, state: RequestState) -> None:
+        if state.held:
+            blocks, state.held = list(state.held.values()), {}
+            self.pool.free_blocks(blocks)

@@ -1,0 +1,117 @@
+"""Counters of both sides, in vLLM's log line and in its Prometheus endpoint. They only grow.
+
+A counter's name is ``family`` or ``family.reason``; `FAMILIES` says what the families mean.
+"""
+
+from collections import Counter
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+    KVConnectorPromMetrics,
+    KVConnectorStats,
+)
+
+PREFIX = "vllm:lmcache_shm_"
+FAMILIES = {
+    "query_tokens": "Prompt tokens looked up in the arena beyond what the engine held itself.",
+    "hit_tokens": "Prompt tokens found in the arena.",
+    "misses": "Lookups that could not be served, by reason.",
+    "stored_chunks": "Chunks (per object group) that were given to the workers to store.",
+    "stores_skipped": "Chunks (per object group) that were not stored, by reason.",
+    "requests_recomputed": "Requests whose load failed and that were computed instead.",
+    "loads": "Loads that a worker ended well.",
+    "loads_failed": "Loads that failed, by reason.",
+    "loaded_bytes": "Bytes copied from the arena into KV cache blocks.",
+    "load_seconds": "Time from submitting a load to its end, summed.",
+    "stores": "Store jobs that a worker ended well.",
+    "stores_failed": "Store jobs that failed, by reason.",
+    "stored_bytes": "Bytes copied from KV cache blocks into the arena.",
+    "store_seconds": "Time from submitting a store to its end, summed.",
+    "errors": "Unexpected errors inside the connector.",
+}
+
+
+class Counts:
+    """What happened since the last `take`."""
+
+    def __init__(self) -> None:
+        self._since: Counter[str] = Counter()
+        self.total: Counter[str] = Counter()
+
+    def add(self, name: str, n: float = 1) -> None:
+        if n > 0:
+            self._since[name] += n  # type: ignore[assignment]  # seconds are no whole numbers
+            self.total[name] += n  # type: ignore[assignment]
+
+    def lookup(self, asked: int, found: int) -> None:
+        """A lookup for `asked` tokens found the first `found` of them."""
+        self.add("query_tokens", asked)
+        self.add("hit_tokens", found)
+
+    def take(self) -> "ShmStats | None":
+        """The counts since the last call, None if there are none."""
+        if not self._since:
+            return None
+        stats = ShmStats(data={"counts": dict(self._since)})
+        self._since = Counter()
+        return stats
+
+
+class ShmStats(KVConnectorStats):
+    """``data["counts"]``: counter → increase."""
+
+    @property
+    def counts(self) -> dict[str, float]:
+        found: dict[str, float] = self.data.setdefault("counts", {})
+        return found
+
+    def reset(self) -> None:
+        self.data = {"counts": {}}
+
+    def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
+        for name, n in other.data.get("counts", {}).items():
+            self.counts[name] = self.counts.get(name, 0) + n
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        """One line for the log: rates are made from sums."""
+        counts, line = self.counts, {}
+        for name in sorted(counts):
+            n = counts[name]
+            line[name] = round(n, 3) if isinstance(n, float) else n
+        for kind in ("load", "store"):
+            seconds, moved = counts.get(f"{kind}_seconds", 0), counts.get(f"{kind}ed_bytes", 0)
+            if kind == "store":
+                moved = counts.get("stored_bytes", 0)
+            if seconds > 0 and moved:
+                line[f"{kind}_gb_per_s"] = round(moved / seconds / 1e9, 2)
+        return line
+
+    def is_empty(self) -> bool:
+        return not self.counts
+
+
+class ShmPromMetrics(KVConnectorPromMetrics):
+    """One Prometheus counter per family; the reason is a label ("" where there is none)."""
+
+    def __init__(
+        self,
+        vllm_config: Any,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        self._families = {
+            family: self._counter_cls(
+                name=PREFIX + family, documentation=text, labelnames=[*labelnames, "reason"]
+            )
+            for family, text in FAMILIES.items()
+        }
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        for name, n in transfer_stats_data.get("counts", {}).items():
+            family, _, reason = name.partition(".")
+            metric = self._families.get(family)
+            if metric is not None and n > 0:
+                metric.labels(*self.per_engine_labelvalues[engine_idx], reason).inc(n)

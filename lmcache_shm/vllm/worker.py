@@ -1,0 +1,316 @@
+"""The worker side of the connector: register tensors, map the arena, copy what the scheduler planned.
+
+It never talks to the server while serving: its connection only says that this rank is there. Stores are
+reported on the completion board in shared memory, by a thread, so no engine step is needed for it; loads
+are reported to vLLM with the next step.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from lmcache_shm.arena.layout import RING
+from lmcache_shm.arena.segment import Arena
+from lmcache_shm.config import Config
+from lmcache_shm.control.client import WorkerClient
+from lmcache_shm.control.connection import Connection
+from lmcache_shm.control.messages import HelloReply
+from lmcache_shm.transfer.engine import CopyItem, CopyJob, JobResult, PageRun, TransferEngine
+from lmcache_shm.transfer.pages import GroupPages
+from lmcache_shm.transfer.select import open_engine
+from lmcache_shm.vllm.groups import kv_groups
+from lmcache_shm.vllm.layouts import (
+    RankLayout,
+    WorkerFacts,
+    pages_by_group,
+    rank_layout,
+    tensors_of,
+    worker_facts,
+)
+from lmcache_shm.vllm.metadata import Job, Place, RefusedStores, SlotCopy, StepMetadata
+from lmcache_shm.vllm.plan import CachePlan, make_plan
+from lmcache_shm.vllm.start import engine_id
+from lmcache_shm.vllm.stats import Counts
+
+log = logging.getLogger("lmcache_shm")
+
+PUBLISH_S = 0.002
+DRAIN_S = 5.0
+"""At the end, stores that are underway get this long."""
+QUIET_S = 30.0
+"""Between two lines about the same kind of failed copy."""
+
+
+class Attachment(WorkerClient):
+    """Tells the server that this rank is there. What is wrong, the scheduler side says; this one is silent."""
+
+    def __init__(
+        self,
+        config: Config,
+        engine: str,
+        rank: int,
+        world: int,
+        replicas: int,
+        prepare: Callable[[HelloReply, Arena], list[int]],
+    ) -> None:
+        super().__init__(config, engine, rank, world, replicas, [])
+        self._prepare = prepare
+
+    def _greet(self, connection: Connection) -> None:
+        if self.arena is None:
+            raise ValueError("no arena is mapped")
+        # Before the server knows of us: the first job may come as soon as it does.
+        self._request.region_bytes = self._prepare(connection.hello, self.arena)
+        super()._greet(connection)
+
+    def _say(self, message: str, *, warn: bool = False) -> None:
+        log.debug("lmcache_shm worker: %s", message)
+
+    def _refuse(self, message: str) -> None:
+        self.refusal = message
+        log.debug("lmcache_shm worker: %s", message)
+
+
+@dataclass(eq=False)
+class Mount:
+    """An arena, the engine that copies in it, and the jobs that are underway there."""
+
+    arena: Arena
+    plan: CachePlan
+    layout: RankLayout
+    engine: TransferEngine
+    jobs: dict[int, tuple[Job, Place]] = field(default_factory=dict)
+
+
+class WorkerSide:
+    """One per rank."""
+
+    def __init__(self, vllm_config: Any, kv_cache_config: Any, config: Config, rank: int, world: int) -> None:
+        self.config = config
+        self.kv_cache_config = kv_cache_config
+        self.rank, self.world = rank, world
+        self.replicas = int(kv_cache_config.kv_tp_replicas)
+        self.writer = rank % self.replicas == 0
+        dcp = vllm_config.parallel_config.decode_context_parallel_size
+        self.groups, self.ignored = kv_groups(kv_cache_config, dcp)
+        self.counts = Counts()
+        self.facts: WorkerFacts | None = None
+        self.attachment = Attachment(
+            config, engine_id(vllm_config), rank, world, self.replicas, self._prepare
+        )
+        self._pages: dict[int, GroupPages] = {}
+        self._tensors: list[Any] = []
+        self._mounts: dict[bytes, Mount] = {}
+        self._lock = threading.Lock()
+        self._loaded: list[tuple[str, bool]] = []
+        self._refused: dict[int, set[int]] = {}
+        self._void: set[int] = set()
+        """Loads that were cancelled: failed, however they end."""
+        self._said: dict[str, float] = {}
+        self._submitted = threading.Event()
+        self._closed = False
+        self._publisher = threading.Thread(
+            target=self._publish_on, name="lmcache-shm-report", daemon=True
+        )
+
+    # ------------------------------------------------------------------------------------- start
+    def register(self, kv_caches: dict[str, Any], backends: dict[str, str]) -> None:
+        """Learn where the pages are and begin to look for a server. Raises ModelError when the bytes of
+        the tensors are not those that the specs promise."""
+        self._pages = pages_by_group(self.kv_cache_config, kv_caches, self.groups)
+        self._tensors = [t for g in self.groups for t in tensors_of(kv_caches, g.layers)]
+        self.facts = worker_facts(
+            self.kv_cache_config, kv_caches, self.groups, self._pages, backends, self.rank, self.world
+        )
+        self._publisher.start()
+        self.attachment.start()
+
+    def _prepare(self, hello: HelloReply, arena: Arena) -> list[int]:
+        """Be ready to copy in this arena under this server's options; bytes of this rank's regions."""
+        wanted = hello.chunk_size or self.config.chunk_size
+        plan = make_plan(self.groups, self.ignored, wanted, separate=hello.separate)
+        arena_id = bytes(arena.arena_id)
+        mount = self._mounts.get(arena_id)
+        if mount is None or mount.plan != plan:
+            layout = rank_layout(plan, self._pages)
+            engine = open_engine(
+                arena, layout.layouts, self._tensors, threads=self.config.transfer_threads
+            )
+            with self._lock:
+                mount = self._mounts[arena_id] = Mount(arena, plan, layout, engine)
+        return mount.layout.region_bytes
+
+    # ------------------------------------------------------------------------------------- steps
+    def start_loads(self, meta: StepMetadata) -> None:
+        """Submit this step's loads, after the work that was submitted to the device before."""
+        with self._lock:
+            self._loaded += [(req_id, False) for req_id in meta.doomed]
+            self._void.update(meta.cancelled)
+        for job in meta.loads:
+            self._submit(job, "load", meta.places[job.arena_id], self.config.load_deadline_s)
+
+    def start_stores(self, meta: StepMetadata) -> None:
+        """Submit this step's stores; they read what this step has written."""
+        if not self.writer:
+            return  # another rank holds the same bytes, and stores them
+        for job in meta.stores:
+            self._submit(job, "store", meta.places[job.arena_id], self.config.store_deadline_s)
+
+    def _submit(self, job: Job, kind: Any, place: Place, deadline_s: float) -> None:
+        with self._lock:
+            mount = self._mounts.get(job.arena_id)
+            if mount is not None:
+                mount.jobs[job.id] = job, place
+        if mount is None:
+            self._fail(f"{kind}s_failed.arena", "the arena it was planned for is not mapped any more")
+            with self._lock:
+                if kind == "load":
+                    self._loaded.append((job.req_id, False))
+                else:
+                    self._refused.setdefault(job.id, set()).add(self.rank)
+            return
+        items = [
+            item
+            for slot in job.slots
+            if (item := self._item(mount, slot, place, kind)) is not None
+        ]
+        if items:
+            copy = CopyJob(job.id, kind, items, deadline_s, job.arena_id)
+            mount.engine.submit(copy, self._device_is_ready())
+            self._submitted.set()
+        else:  # nothing of it lies on this rank
+            self._report(mount, JobResult(job.id, kind, ok=True))
+
+    def _item(self, mount: Mount, slot: SlotCopy, place: Place, kind: str) -> CopyItem | None:
+        at = mount.layout.place[slot.group]
+        parts = mount.layout.part[slot.group]
+        runs = [
+            PageRun(parts[group], first, ids) for group, first, ids in slot.runs if group in parts
+        ]
+        if at < 0 or not runs:
+            return None
+        writer = self.rank - self.rank % self.replicas
+        checked = place.checksum == "verify" or (place.checksum == "store" and kind == "store")
+        return CopyItem(
+            row=slot.row,
+            offset=slot.offset + place.region_offsets[slot.group][self.rank],
+            generation=slot.generation,
+            group=at,
+            runs=runs,
+            checksum_at=slot.offset + place.checksum_offset[slot.group] + 8 * writer if checked else -1,
+        )
+
+    def _device_is_ready(self) -> Any:
+        """An event that comes when the device has done what was submitted so far; None on CPU."""
+        device = self._tensors[0].device
+        if device.type == "cpu":
+            return None
+        import torch  # noqa: PLC0415  (not needed on CPU)
+
+        event = torch.Event(device.type)
+        event.record(torch.accelerator.current_stream(device))
+        return event
+
+    # ------------------------------------------------------------------------------------ results
+    def results(self) -> tuple[set[str], set[str]]:
+        """Requests whose loads have ended since the last call, and those of them that failed."""
+        self.publish()
+        with self._lock:
+            ended, self._loaded = self._loaded, []
+        return {req_id for req_id, _ in ended}, {req_id for req_id, ok in ended if not ok}
+
+    def refused(self) -> RefusedStores | None:
+        """Stores that could not even begin, for the scheduler side."""
+        if not self._refused:
+            return None
+        with self._lock:
+            refused, self._refused = self._refused, {}
+        return RefusedStores(refused)
+
+    def publish(self) -> None:
+        """Pass on what the engines have ended. Any thread."""
+        with self._lock:
+            mounts = list(self._mounts.values())
+        for mount in mounts:
+            for result in mount.engine.poll():
+                self._report(mount, result)
+        if len(mounts) > 1:
+            self._unmount_idle()
+
+    def _report(self, mount: Mount, result: JobResult) -> None:
+        with self._lock:
+            job, place = mount.jobs.pop(result.id)
+            ok = result.ok and job.id not in self._void
+            self._void.discard(job.id)
+            if result.kind == "store":
+                mount.arena.boards[place.client, self.rank, job.id % RING] = job.id << 1 | int(ok)
+            else:
+                self._loaded.append((job.req_id, ok))
+        kind = result.kind
+        if ok:
+            self.counts.add(f"{kind}s")
+            self.counts.add("loaded_bytes" if kind == "load" else "stored_bytes", result.nbytes)
+            self.counts.add(f"{kind}_seconds", result.seconds)
+        else:
+            self._fail(f"{kind}s_failed.{result.reason.split(':')[0] or 'cancelled'}", result.reason)
+
+    def _fail(self, counter: str, why: str) -> None:
+        self.counts.add(counter)
+        now = time.monotonic()
+        if now - self._said.get(counter, -QUIET_S) >= QUIET_S:
+            self._said[counter] = now
+            kind = counter.partition("s_")[0]
+            rest = "its request is computed" if kind == "load" else "its chunks are not cached"
+            log.warning("lmcache_shm: a %s failed (%s); %s", kind, why, rest)
+
+    def _publish_on(self) -> None:
+        while True:
+            self._submitted.wait()
+            self._submitted.clear()
+            while any(mount.jobs for mount in list(self._mounts.values())):
+                for mount in list(self._mounts.values()):
+                    mount.engine.drain(PUBLISH_S)  # returns as soon as nothing is underway
+                self.publish()
+            if self._closed:
+                return
+
+    def _unmount_idle(self) -> None:
+        """Close the engines of arenas that were replaced, once nothing is underway in them."""
+        current = self.attachment.arena_id
+        with self._lock:
+            idle = [a for a, m in self._mounts.items() if a != current and not m.jobs]
+            mounts = [self._mounts.pop(a) for a in idle]
+        for mount in mounts:
+            mount.engine.close()
+
+    # ---------------------------------------------------------------------------------------- end
+    def close(self) -> None:
+        """Let stores end (bounded), report them, stop touching the arena and the blocks."""
+        if self._closed:
+            return
+        self._closed = True
+        end = time.monotonic() + DRAIN_S
+        for mount in list(self._mounts.values()):
+            mount.engine.drain(max(end - time.monotonic(), 0))
+        self.publish()
+        self._submitted.set()
+        if self._publisher.is_alive():
+            self._publisher.join(DRAIN_S)
+        self.attachment.close()
+        for mount in list(self._mounts.values()):
+            mount.engine.close()
+        self._mounts.clear()
+
+
+def layer_backends(vllm_config: Any, layers: Iterable[str]) -> dict[str, str]:
+    """Layer → name of its attention backend, for layers that say so."""
+    context = vllm_config.compilation_config.static_forward_context
+    found = {}
+    for name in layers:
+        backend = getattr(context.get(name), "get_attn_backend", None)
+        if backend is not None:
+            found[name] = str(backend().get_name())
+    return found

@@ -1,0 +1,131 @@
+"""A transfer engine whose copies happen when the test says: late, out of order, slot by slot, or never.
+
+The bytes are moved by the real CpuEngine, one slot at a time.
+"""
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from lmcache_shm.transfer.cpu import CpuEngine
+from lmcache_shm.transfer.engine import CopyItem, CopyJob, EngineStats, JobResult
+from lmcache_shm.transfer.pages import SlotLayout
+
+
+@dataclass
+class Pending:
+    """A submitted job."""
+
+    job: CopyJob
+    todo: list[CopyItem]
+    wait: int
+    """Ticks before it may begin."""
+    fail: str = ""
+    """Ends with this reason, after some of its slots were copied."""
+    nbytes: int = 0
+
+
+@dataclass
+class Pace:
+    """How late copies are. `wait`: largest number of ticks before a copy begins; `go`: chance of a slot per tick."""
+
+    wait: int = 0
+    go: float = 1.0
+    fail_loads: float = 0.0
+    fail_stores: float = 0.0
+
+
+Watch = Callable[[CopyJob, CopyItem, str], None]
+"""Called with "before" and "after" around each slot's copy."""
+
+
+@dataclass
+class LateEngine:
+    """A TransferEngine for one rank."""
+
+    arena: Any
+    layouts: Sequence[SlotLayout]
+    rng: random.Random
+    pace: Pace
+    watch: Watch
+    stats: EngineStats = field(default_factory=EngineStats)
+
+    def __post_init__(self) -> None:
+        self.pending: list[Pending] = []
+        self._done: list[JobResult] = []
+        self._real = CpuEngine(self.arena, self.layouts, 1, populate=False)
+        self.closed = False
+        self.on_done: Callable[[], None] = lambda: None
+
+    # ---------------------------------------------------------------------------- TransferEngine
+    def submit(self, job: CopyJob, ready_event: Any = None) -> None:
+        assert not self.closed
+        chance = self.pace.fail_loads if job.kind == "load" else self.pace.fail_stores
+        fail = "deadline" if self.rng.random() < chance else ""
+        todo = list(job.items)
+        if fail:
+            del todo[self.rng.randint(0, len(todo)) :]
+        self.pending.append(Pending(job, todo, self.rng.randint(0, self.pace.wait), fail))
+        if self.pace.wait == 0 and self.pace.go >= 1:
+            self.finish()
+
+    def poll(self) -> list[JobResult]:
+        done, self._done = self._done, []
+        return done
+
+    def cancel(self, job_id: int) -> None:
+        for pending in self.pending:
+            if pending.job.id == job_id:
+                pending.todo.clear()
+                pending.fail = "cancelled"
+
+    def drain(self, timeout: float) -> bool:
+        self.finish()
+        return True
+
+    def close(self) -> None:
+        if not self.closed:
+            for pending in self.pending:
+                pending.todo.clear()
+                pending.fail = pending.fail or "closed"
+            self.finish()
+            self.closed = True
+            self._real.close()
+
+    # ---------------------------------------------------------------------------- the test's side
+    def tick(self) -> None:
+        """Time passes: some copies get on."""
+        for pending in self.rng.sample(self.pending, len(self.pending)):
+            if pending.wait > 0:
+                pending.wait -= 1
+            elif self.rng.random() < self.pace.go:
+                self._advance(pending)
+
+    def finish(self) -> None:
+        """All copies come to their end now."""
+        while self.pending:
+            self._advance(self.pending[0])
+
+    def _advance(self, pending: Pending) -> None:
+        if pending.todo:
+            item = pending.todo.pop(self.rng.randrange(len(pending.todo)))
+            self.watch(pending.job, item, "before")
+            result = self._copy(pending.job, item)
+            pending.nbytes += result.nbytes
+            if result.ok:
+                self.watch(pending.job, item, "after")
+            else:
+                pending.fail = pending.fail or result.reason
+                pending.todo.clear()
+        if not pending.todo:
+            self.pending.remove(pending)
+            job = pending.job
+            self._done.append(JobResult(job.id, job.kind, not pending.fail, pending.fail, pending.nbytes))
+            self.on_done()
+
+    def _copy(self, job: CopyJob, item: CopyItem) -> JobResult:
+        self._real.submit(replace(job, items=[item]))
+        assert self._real.drain(30)
+        (result,) = self._real.poll()
+        return result
