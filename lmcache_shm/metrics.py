@@ -50,9 +50,8 @@ COUNTERS = {
     "stores_skipped_busy": ("stores_busy", "Slots not stored because another engine was writing them"),
     "stores_skipped_full": ("stores_full", "Slots not stored because everything was pinned or reserved"),
     "collisions": ("collisions", "Hits refused because tokens or identity differed from the stored ones"),
-    "generation_failures": ("generation_failures", "Loads given up because a slot changed hands"),
-    "checksum_failures": ("checksum_failures", "Loads given up because a slot's checksum did not fit"),
-    "commits_lost": ("commits_lost", "Stored slots that could not be committed because the connection broke"),
+    "loads_failed": ("failed_loads", "Requests whose load failed, and that engines computed instead"),
+    "commits_lost": ("lost_commits", "Stored slots that could not be committed because the connection broke"),
     "connections": ("connections", "Connections accepted"),
     "malformed_frames": ("malformed_frames", "Connections closed for sending what is no message"),
     "refused_uid": ("refused_peers", "Connections of other users turned away"),
@@ -122,7 +121,8 @@ def _groups(namespaces: Iterable[Mapping[str, Any]]) -> Iterator[Metric]:
 
     size = labelled(GaugeMetricFamily, "group_slot_bytes", "Bytes of one slot of the object group")
     slots = labelled(GaugeMetricFamily, "group_slots", "Slots of the object group by state", "state")
-    hits = labelled(CounterMetricFamily, "group_hits", "Chunks of the group that hits used")
+    hits = labelled(CounterMetricFamily, "group_hits", "Look-ups to which this group gave chunks")
+    chunks = labelled(CounterMetricFamily, "group_hit_chunks", "Chunks of the group that hits used")
     misses = labelled(CounterMetricFamily, "group_misses", "Look-ups that this group cut short")
     gone = labelled(CounterMetricFamily, "group_evictions", "Slots of the group that were evicted")
     for namespace in namespaces:
@@ -131,10 +131,11 @@ def _groups(namespaces: Iterable[Mapping[str, Any]]) -> Iterator[Metric]:
             size.add_metric(labels, group["slot_bytes"])
             for state, item in (("used", "slots"), ("pinned", "pinned"), ("reserved", "reserved")):
                 slots.add_metric([*labels, state], group[item])
-            hits.add_metric(labels, group["hits"])
+            hits.add_metric(labels, group["served"])
+            chunks.add_metric(labels, group["hits"])
             misses.add_metric(labels, group["misses"])
             gone.add_metric(labels, group["evictions"])
-    yield from (size, slots, hits, misses, gone)
+    yield from (size, slots, hits, chunks, misses, gone)
 
 
 def _clients(clients: Iterable[Mapping[str, Any]]) -> Iterator[Metric]:

@@ -91,7 +91,14 @@ class HostMemory:
 
     def snapshot_late(self) -> tuple[Event, Callable[[], np.ndarray]]:
         found: list[np.ndarray] = []
-        return self._later(lambda: found.append(self.read())), lambda: found[0]
+        event = self._later(lambda: found.append(self.read()))
+
+        def wait() -> np.ndarray:
+            while not event.done:
+                time.sleep(0.001)
+            return found[0]
+
+        return event, wait
 
     @staticmethod
     def _later(action: Callable[[], Any]) -> Event:

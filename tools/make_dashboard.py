@@ -73,7 +73,7 @@ PANELS: list[tuple[str, str, str, list[tuple[str, str]]]] = [
         (f"sum({rate('aborts')})", "given up"),
     ]),
     ("Loads and requests refused", "short", "timeseries", [
-        (f"sum({rate('generation_failures')})", "slot changed hands"), (f"sum({rate('collisions')})", "identity differs"),
+        (f"sum({rate('failed_loads')})", "failed loads"), (f"sum({rate('collisions')})", "identity differs"),
         (f"sum({rate('denied_requests')})", "denied requests"),
     ]),
     ("Restarts, memory of the server", "short", "timeseries", [

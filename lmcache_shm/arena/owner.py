@@ -101,6 +101,10 @@ def try_lock(fd: int) -> bool:
     return True
 
 
+def unlock(fd: int) -> None:
+    fcntl.flock(fd, fcntl.LOCK_UN)
+
+
 def same_file(fd: int, path: Path | str) -> bool:
     """Whether `path` still names the open file, by device and inode."""
     try:

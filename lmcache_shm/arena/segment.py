@@ -35,7 +35,7 @@ from lmcache_shm.arena.layout import (
     Table,
 )
 from lmcache_shm.arena.memory import SHM_DIR, Limit, Progress, check_room, prefault, reserve
-from lmcache_shm.arena.owner import OwnerLock, runtime_dir, same_file, try_lock
+from lmcache_shm.arena.owner import OwnerLock, runtime_dir, same_file, try_lock, unlock
 
 __all__ = [
     "AdoptError",
@@ -157,6 +157,7 @@ class Arena:
                 ):  # someone still has a view; it ends with that
                     mapping.close()
         if self._lock_fd >= 0:
+            unlock(self._lock_fd)  # a mapping that lives on holds a copy of the descriptor
             os.close(self._lock_fd)
             self._lock_fd = -1
 

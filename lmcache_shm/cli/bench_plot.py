@@ -22,6 +22,6 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
     axes.set_yticks(range(len(rows)), [row["case"] for row in rows])
     axes.invert_yaxis()
     axes.set_xlabel("GB/s, one thread")
-    axes.legend()
+    figure.legend(loc="outside upper center", ncols=len(SERIES))
     figure.savefig(path, dpi=120)
     plt.close(figure)

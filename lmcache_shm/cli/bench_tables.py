@@ -36,10 +36,10 @@ def show_copies(rows: list[dict[str, Any]], console: Console) -> None:
     """CPU copies: one line per case and thread count."""
     table = _table(
         f"copies: GB/s (ratio to a memcpy of the same bytes in the same round; bar {LARGE_BAR:.2f} "
-        f"from {LARGE_PAGE_KIB} KiB on, {SMALL_BAR:.2f} below)"
+        f"from {LARGE_PAGE_KIB} KiB on, {SMALL_BAR:.2f} below; first: a new process's first store)"
     )
     table.add_column("case", no_wrap=True)
-    for name in ("KiB", "thr", "memcpy", "store", "load", "first store"):
+    for name in ("KiB", "thr", "memcpy", "store", "load", "first"):
         table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
         bar = copy_bar(row)
@@ -102,7 +102,7 @@ def show_device(speed: dict[str, Any], console: Console) -> None:
 def show_rows(title: str, rows: list[dict[str, Any]], console: Console) -> None:
     """Named figures with their bars."""
     table = _table(title)
-    table.add_column("what", no_wrap=True)
+    table.add_column("what", min_width=24)
     for name in ("p50", "p99", "bar"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("")

@@ -111,7 +111,7 @@ def _flat(snapshot: Mapping[str, Any]) -> dict[str, float]:
     flat: dict[str, float] = dict(snapshot["counters"])
     for namespace in snapshot["namespaces"]:
         for index, group in enumerate(namespace["groups"]):
-            for name in ("hits", "misses", "evictions"):
+            for name in ("served", "misses", "evictions"):
                 flat[f"{namespace['id']}/{index}/{name}"] = group.get(name, 0)
     return flat
 

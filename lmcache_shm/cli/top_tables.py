@@ -19,12 +19,11 @@ REASONS = {
     "other_namespace": "other namespace",
     "incomplete_group": "incomplete group",
     "identity": "identity differs",
-    "collision": "identity differs",
     "no_server": "no server",
     "deadline": "server too slow",
     "draining": "draining",
+    "in_flight": "being written",
     "lease_limit": "too many leases",
-    "commit_lost": "store lost",
 }
 
 GROUPS = Columns(
@@ -38,7 +37,7 @@ GROUPS = Columns(
     ("misses", 6, True),
     ("hit", 5, True),
     ("evicted", 7, True),
-    ("block", 6, True),
+    ("block", 7, True),
     ("pinned", 6, True),
     ("writing", 7, True),
 )
@@ -91,17 +90,17 @@ def _group(mark: Cell, group: Mapping[str, Any]) -> Iterator[Cell]:
     yield str(group["window"] or "-")
     yield count(group["slots"])
     yield size(group["slot_bytes"])
-    yield count(group["hits"])
+    yield count(group["served"])
     yield count(group["misses"])
-    yield percent(group["hits"], group["hits"] + group["misses"])
+    yield percent(group["served"], group["served"] + group["misses"])
     yield count(group["evictions"])
-    yield str(group.get("block_size") or "-")
+    yield "/".join(map(str, dict.fromkeys(group.get("block_sizes") or [group.get("block_size") or "-"])))
     yield (count(group["pinned"]), "bold" if group["pinned"] else DIM)
     yield (count(group["reserved"]), "bold" if group["reserved"] else DIM)
 
 
 def _weight(group: Mapping[str, Any], sort: str) -> float:
-    return -float(group.get(sort, 0)) if sort != "name" else 0.0
+    return -float(group.get("served" if sort == "hits" else sort, 0)) if sort != "name" else 0.0
 
 
 def sorted_namespaces(namespaces: Sequence[Namespace], sort: str) -> list[Namespace]:

@@ -131,7 +131,7 @@ def _twice(once: Any, deployment: Deployment, config: Config, verdict: Verdict) 
         return int(after.get(name, 0)) - int(before.get(name, 0))
 
     verdict.served_tokens, verdict.asked_tokens = gained("hit_tokens"), gained("query_tokens")
-    verdict.failed_loads = gained("generation_failures")
+    verdict.failed_loads = gained("loads_failed")
     return cold, warm
 
 

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from lmcache_shm.arena.errors import RuntimeDirError
 from lmcache_shm.arena.owner import safe_dir
 from lmcache_shm.config import Config
 from lmcache_shm.control.connection import Connection, ControlError, Unavailable
@@ -55,7 +56,10 @@ def ensure_server(config: Config, timeout_s: float | None = None) -> int:
     pid = _running(config)
     if pid:
         return pid
-    folder = safe_dir(socket_path(config).parent)
+    try:
+        folder = safe_dir(socket_path(config).parent)
+    except RuntimeDirError as error:
+        raise AutostartError(str(error)) from None
     with _turn(folder / f"{config.instance}.autostart", end):
         return _running(config) or _start(config, end)
 

@@ -26,6 +26,8 @@ log = logging.getLogger("lmcache_shm")
 
 MAX_PINS = 16 << 20
 """Rows pinned by all leases together; beyond it a look-up is a miss."""
+MAX_NOTES = 20
+"""Events a second that are told one by one."""
 MAX_REPORTED = 64
 """Reasons of misses that clients may name."""
 NO_ROWS: Rows = np.empty(0, np.int32)
@@ -78,6 +80,7 @@ class Service:
         self.events: deque[tuple[float, str]] = deque(maxlen=50)
         self.pinned = 0
         self._numbers = 0
+        self._noted_in = self._notes = 0
         self._verbs: dict[type[m.Message], Callable[[Session, Any], m.Message]] = {
             m.Hello: self._hello,
             m.AttachWorker: self._attach,
@@ -149,9 +152,19 @@ class Service:
         return sum(len(s.leases) + len(s.reserved) for s in self.sessions.values())
 
     def note(self, text: str) -> None:
-        """An event: shown by status and top, and logged."""
-        self.events.append((time.time(), text))
-        log.info("%s", text)
+        """An event: shown by status and top, and logged; a flood of them is only counted.
+
+        A peer that misbehaves all day must neither fill a log nor stop us at a full pipe.
+        """
+        now = time.time()
+        if int(now) != self._noted_in:
+            if self._notes > MAX_NOTES:
+                log.warning("%d more events in that second", self._notes - MAX_NOTES)
+            self._noted_in, self._notes = int(now), 0
+        self._notes += 1
+        if self._notes <= MAX_NOTES:
+            self.events.append((now, text))
+            log.info("%s", text)
 
     def _error(self, code: str, message: str) -> m.Error:
         return m.Error(self.boot, code, message)

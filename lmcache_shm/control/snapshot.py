@@ -17,8 +17,7 @@ if TYPE_CHECKING:
 COUNTED = ("connections", "malformed_frames", "refused_uid", "refused_limit", "denied", "failures")
 # What clients report that is no miss: counter's name → their words for it.
 NO_MISS = {
-    "generation_failures": ("generation",),
-    "checksum_failures": ("checksum",),
+    "loads_failed": ("load_failed",),
     "collisions": ("collision",),
     "commits_lost": ("commit_lost",),
 }

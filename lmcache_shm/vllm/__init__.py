@@ -5,7 +5,7 @@
 
 from typing import Any
 
-__all__ = ["LMCacheMPConnector", "LMCacheShmConnector"]  # noqa: F822  (see __getattr__)
+__all__ = ["LMCacheMPConnector", "LMCacheShmConnector"]
 
 
 def __getattr__(name: str) -> Any:

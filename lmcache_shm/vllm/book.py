@@ -49,10 +49,9 @@ class StoreBook:
         self._lock = threading.Lock()
         self._jobs: dict[int, StoreJob] = {}
         self._next_id = 1
-        self._ended: deque[StoreJob] = deque()
+        self.ended: deque[StoreJob] = deque()
+        """No copy reads their blocks any more, but the block pool does not know yet."""
         self._released: list[int] = []  # leases to give back
-        self.stored = 0
-        self.failed = 0
 
     @property
     def busy(self) -> bool:
@@ -62,7 +61,7 @@ class StoreBook:
     @property
     def holding(self) -> bool:
         """Whether blocks are held that the scheduler's thread will have to release."""
-        return bool(self._jobs or self._ended)
+        return bool(self._jobs or self.ended)
 
     @property
     def untold(self) -> bool:
@@ -107,23 +106,20 @@ class StoreBook:
         with self._lock:
             for job, good in self._reported():
                 del self._jobs[job.id]
-                self._ended.append(job)
+                self.ended.append(job)
                 if epoch is None or job.epoch.arena_id != epoch.arena_id:
-                    good = False
-                else:
-                    (message.commit if good else message.abort).extend(job.rows)
+                    continue
+                (message.commit if good else message.abort).extend(job.rows)
                 if good and job.epoch is epoch:
                     for group, key in job.keys:
                         epoch.remember(group, key)
-                self.stored += len(job.rows) if good else 0
-                self.failed += 0 if good else len(job.rows)
             message.release, self._released = self._released, []
         return message
 
     def ended_blocks(self) -> list[Any]:
         """Blocks that no copy reads any more, in the order in which they should be evicted. Once each."""
         with self._lock:
-            ended, self._ended = list(self._ended), deque()
+            ended, self.ended = list(self.ended), deque()
         return [block for job in ended for block in reversed(job.blocks)]
 
     def held_alone(self) -> bool:

@@ -31,7 +31,7 @@ from lmcache_shm.vllm.worker import WorkerSide, layer_backends
 log = logging.getLogger(NAME)
 
 
-class LMCacheShmConnector(KVConnectorBase_V1, SupportsHMA):  # noqa: PLR0904  (vLLM's interface is wide)
+class LMCacheShmConnector(KVConnectorBase_V1, SupportsHMA):
     """KV cache in the host's shared memory. Loads and stores are asynchronous, and best effort."""
 
     _cache_hit_source = CacheHitSource.HOST
@@ -128,7 +128,9 @@ class LMCacheShmConnector(KVConnectorBase_V1, SupportsHMA):  # noqa: PLR0904  (v
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Loads are complete before a request runs."""
 
-    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any
+    ) -> None:
         """Stores begin after the step."""
 
     def wait_for_save(self) -> None:
@@ -173,11 +175,7 @@ class LMCacheShmConnector(KVConnectorBase_V1, SupportsHMA):  # noqa: PLR0904  (v
 
 def rank_in_engine() -> int:
     """This worker's number in its engine: pipeline, then prefill context, then tensor rank."""
-    from vllm.distributed.parallel_state import (  # noqa: PLC0415  (groups exist only in workers)
-        get_pcp_group,
-        get_pp_group,
-        get_tp_group,
-    )
+    from vllm.distributed.parallel_state import get_pcp_group, get_pp_group, get_tp_group  # noqa: PLC0415  (groups exist only in workers)
 
     tp, pp, pcp = get_tp_group(), get_pp_group(), get_pcp_group()
     outer: int = pp.rank_in_group * pcp.world_size + pcp.rank_in_group
@@ -191,4 +189,3 @@ def log_as_vllm_does() -> None:
         ours.handlers = list(theirs.handlers)
         ours.setLevel(theirs.level)
         ours.propagate = False
-

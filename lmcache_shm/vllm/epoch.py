@@ -49,10 +49,7 @@ class Epoch:
         replicas: int,
     ) -> "Epoch":
         place = Place(
-            registered.client,
-            registered.region_offsets,
-            registered.checksum_offset,
-            hello.checksum,
+            registered.client, registered.region_offsets, registered.checksum_offset, hello.checksum
         )
         return cls(
             boot=registered.boot,

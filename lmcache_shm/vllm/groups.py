@@ -68,7 +68,9 @@ def kv_groups(kv_cache_config: Any, dcp: int = 1) -> tuple[list[KVGroup], list[I
         elif not group.enable_kv_transfer:
             ignored.append(IgnoredGroup(index, layers, "the engine rebuilds it from another group"))
         else:
-            ignored.append(IgnoredGroup(index, layers, "scratch memory of one request, not prefix-cacheable"))
+            ignored.append(
+                IgnoredGroup(index, layers, "scratch memory of one request, not prefix-cacheable")
+            )
     return cached, ignored
 
 

@@ -85,7 +85,9 @@ def pages_by_group(
 def _require_claimed(kv_cache_config: Any, kv_caches: Mapping[str, Any]) -> None:
     """A layer in no group may only share the tensor of one that is (KV sharing)."""
     grouped = {name for group in kv_cache_config.kv_cache_groups for name in group.layer_names}
-    known = {_place(t) for name in grouped & kv_caches.keys() for t in tensors_of(kv_caches, [name])}
+    known = {
+        _place(t) for name in grouped & kv_caches.keys() for t in tensors_of(kv_caches, [name])
+    }
     for name in kv_caches.keys() - grouped:
         if any(_place(tensor) not in known for tensor in tensors_of(kv_caches, [name])):
             raise ModelError(
@@ -110,10 +112,7 @@ def rank_layout(plan: CachePlan, pages: Mapping[int, GroupPages]) -> RankLayout:
         if mine:
             layouts.append(
                 SlotLayout(
-                    [
-                        PagePart(pages[p.group.index], p.pages_per_chunk, p.first_page)
-                        for p in mine
-                    ]
+                    [PagePart(pages[p.group.index], p.pages_per_chunk, p.first_page) for p in mine]
                 )
             )
     return RankLayout(tuple(layouts), tuple(place), tuple(part))

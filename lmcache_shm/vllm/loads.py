@@ -61,7 +61,9 @@ def _state(part: Part, boundary: int, table: Sequence[int], null: int) -> Run:
     return group.index, 0, np.array([table[index]], np.int64)
 
 
-def _pages(part: Part, chunk: int, local_tokens: int, table: Sequence[int], null: int) -> Run | None:
+def _pages(
+    part: Part, chunk: int, local_tokens: int, table: Sequence[int], null: int
+) -> Run | None:
     """The pages of one chunk that are wanted of one part; None if there are none. Raises CannotLoad."""
     group = part.group
     start = chunk * part.pages_per_chunk + part.first_page

@@ -66,7 +66,9 @@ def _hit(epoch: Epoch, answer: Acquired, local_tokens: int) -> Hit:
     rows = [np.frombuffer(packed, "<i4") for packed in answer.rows]
     # Read before anything else of the rows: if one changes hands, its generation will tell.
     generations = [epoch.arena.hot["generation"][r] for r in rows]
-    return Hit(epoch, answer.lease, answer.n_chunks, local_tokens, list(answer.first), rows, generations)
+    return Hit(
+        epoch, answer.lease, answer.n_chunks, local_tokens, list(answer.first), rows, generations
+    )
 
 
 def confirm(hit: Hit, keys: ChunkKeys) -> bool:

@@ -204,15 +204,17 @@ def _check_steps(scheduler: Any, unit: int, mamba_steps: str) -> list[str]:
             "that vLLM snapshots"
         )
     if budget >= 2 * unit:
-        return [
-            f"recurrent states are cached only at boundaries that vLLM snapshots (mamba_steps any, steps of "
+        note = (
+            "recurrent states are cached only at boundaries that vLLM snapshots (mamba_steps any, steps of "
             f"up to {budget} tokens, N = {unit}): hits end on those"
-        ]
+        )
+        return [note]
     room = budget - unit
     if room < scheduler.max_num_seqs - 1 and room < unit - 1:
-        return [
+        note = (
             f"a prefill step of this model takes N = {unit} tokens of the {budget} in a step, so prefills wait "
             f"while more than {room} other requests decode; --max-num-batched-tokens {2 * unit - 1} leaves "
             f"room for {unit - 1}"
-        ]
+        )
+        return [note]
     return []

@@ -188,7 +188,8 @@ class Batch:
             ),
             chunks=struct.pack(f"<{n}I", *(c.chunk for _, c in entries)),
             token_lens=struct.pack(
-                f"<{n}I", *(len(k.encoded[c.chunk]) for k, (_, c) in zip(keys, entries, strict=True))
+                f"<{n}I",
+                *(len(k.encoded[c.chunk]) for k, (_, c) in zip(keys, entries, strict=True)),
             ),
             digests=b"".join(
                 bytes(k.digests[c.chunk * KEY : (c.chunk + 1) * KEY])
@@ -226,9 +227,7 @@ class Batch:
         else:
             self._counts.add("stores_skipped.busy" if row == BUSY else "stores_skipped.full")
 
-    def _open(
-        self, epoch: Epoch, state: RequestState, granted: list[tuple[int, Candidate]]
-    ) -> Job:
+    def _open(self, epoch: Epoch, state: RequestState, granted: list[tuple[int, Candidate]]) -> Job:
         arena, keys = epoch.arena, state.extend(0)
         copies, held, marks = [], [], []
         for row, c in granted:

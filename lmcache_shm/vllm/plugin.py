@@ -5,9 +5,7 @@ NAME = "LMCacheShmConnector"
 
 def register() -> None:
     """Register the name (idempotent): vLLM calls this in each process, sometimes twice."""
-    from vllm.distributed.kv_transfer.kv_connector.factory import (  # noqa: PLC0415  (only inside vLLM)
-        KVConnectorFactory,
-    )
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory  # noqa: PLC0415  (only inside vLLM)
 
     if NAME not in KVConnectorFactory._registry:  # noqa: SLF001  (there is no other way to ask)
         KVConnectorFactory.register_connector(NAME, "lmcache_shm.vllm.connector", NAME)

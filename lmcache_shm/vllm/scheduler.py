@@ -95,9 +95,17 @@ class SchedulerSide:
             return None
         keys = state.extend(chunks)
         hit, why = look_up(
-            self.client, epoch, keys, local_tokens, request.num_tokens, replaces, self.book.give_back
+            self.client,
+            epoch,
+            keys,
+            local_tokens,
+            request.num_tokens,
+            replaces,
+            self.book.give_back,
         )
-        self.counts.lookup(request.num_tokens - local_tokens, hit.tokens - local_tokens if hit else 0)
+        self.counts.lookup(
+            request.num_tokens - local_tokens, hit.tokens - local_tokens if hit else 0
+        )
         if why:
             self.counts.add(f"misses.{why}")
             if why == "collision":
@@ -110,7 +118,9 @@ class SchedulerSide:
         self.settler.wake()
         return hit
 
-    def allocated(self, request: Any, tables: Sequence[Sequence[int]], external_tokens: int) -> None:
+    def allocated(
+        self, request: Any, tables: Sequence[Sequence[int]], external_tokens: int
+    ) -> None:
         """VLLM has blocks for `external_tokens` of what was offered (0: it does not want any)."""
         state = self.on_new_request(request)
         if external_tokens == 0:
@@ -159,9 +169,9 @@ class SchedulerSide:
     def build_metadata(self, output: Any) -> StepMetadata:
         """Plan this step's stores, settle what has ended, one round trip if anything is to be said."""
         meta = StepMetadata()
-        for job, epoch in self._planned:
+        for job, of in self._planned:
             meta.loads.append(job)
-            meta.places[epoch.arena_id] = epoch.place
+            meta.places[of.arena_id] = of.place
         meta.doomed, self._doomed = self._doomed, []
         meta.cancelled, self._cancelled = self._cancelled, []
         self._planned = []
@@ -195,7 +205,9 @@ class SchedulerSide:
         if answer is None or epoch is None:
             batch.drop()
             return
-        if answer.boot != epoch.boot:  # a new server: the rows are in an arena that this plan is not for
+        if (
+            answer.boot != epoch.boot
+        ):  # a new server: the rows are in an arena that this plan is not for
             batch.drop()
             self.client.step(abort=batch.rows_of(answer))
             return
@@ -213,6 +225,7 @@ class SchedulerSide:
             state = self._requests.get(req_id)
             if req_id in failed:
                 self.counts.add("requests_recomputed")
+                self.client.count("load_failed")
                 if state is not None:
                     state.no_external = True
         refused = connector_output.kv_connector_worker_meta
@@ -231,17 +244,26 @@ class SchedulerSide:
 
     # ------------------------------------------------------------------------------------- cache
     def bind(self, manager: Any) -> None:
-        """Take references in this manager's block pool; let its reset wait for copies that are underway."""
+        """Take references in this manager's block pool; let its reset wait for copies that are underway.
+
+        Whenever vLLM asks how many blocks are free, those of ended copies are given back first: so an
+        idle engine needs no step for it, and nobody is preempted for blocks that nobody needs.
+        """
         self.pool = manager.block_pool
         self._null = self.pool.null_block.block_id
-        reset = manager.reset_prefix_cache
+        reset, count = manager.reset_prefix_cache, self.pool.get_num_free_blocks
 
         def reset_when_settled() -> bool:
             self.wait_settled(SETTLE_S)
             self._local_outdated = not reset()
             return not self._local_outdated
 
+        def count_when_released() -> int:
+            self._release_blocks()
+            return int(count())
+
         manager.reset_prefix_cache = reset_when_settled
+        self.pool.get_num_free_blocks = count_when_released
 
     def reset(self) -> bool:
         """Forget the namespace (weights have changed); nothing computed before may be stored or served."""
@@ -257,7 +279,9 @@ class SchedulerSide:
         self._clear_first = True
         self._current()
         if self._clear_first:
-            log.warning("lmcache_shm: the server cannot be told to forget now; nothing is used before it was")
+            log.warning(
+                "lmcache_shm: the server cannot be told to forget now; nothing is used before it was"
+            )
         return True
 
     def wait_settled(self, timeout_s: float) -> bool:
@@ -293,9 +317,8 @@ class SchedulerSide:
         self._release_blocks()
 
     def _release_blocks(self) -> None:
-        blocks = self.book.ended_blocks()
-        if blocks:
-            self.pool.free_blocks(blocks)
+        if self.book.ended:
+            self.pool.free_blocks(self.book.ended_blocks())
 
     def _drop_hit(self, state: RequestState) -> None:
         if state.hit is not None:

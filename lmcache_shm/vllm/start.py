@@ -11,11 +11,11 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
+from lmcache_shm.catalog.namespace import rule_words
 from lmcache_shm.config import Config
 from lmcache_shm.control.autostart import AutostartError, ensure_server
 from lmcache_shm.control.client import CacheClient
 from lmcache_shm.control.messages import GroupInfo, HelloReply, Register, Registered
-from lmcache_shm.catalog.namespace import rule_words
 from lmcache_shm.vllm.describe import descriptor
 from lmcache_shm.vllm.epoch import Epoch
 from lmcache_shm.vllm.groups import ModelError, kv_groups
@@ -84,7 +84,9 @@ class Start:
             self.client.wait(READY_S)
             if self.client.refusal is not None:
                 self.client.close()
-                raise ModelError(f"the lmcache-shm server does not take this engine: {self.client.refusal}")
+                raise ModelError(
+                    f"the lmcache-shm server does not take this engine: {self.client.refusal}"
+                )
 
     def current(self) -> Epoch | None:
         """The epoch of the connection in use; None while there is none. Scheduler thread only."""
@@ -126,7 +128,9 @@ class Start:
         if self._logged != plan:
             self._logged = plan
             log.info(
-                "lmcache_shm: chunks of %d tokens, %d object groups", plan.chunk_size, len(plan.groups)
+                "lmcache_shm: chunks of %d tokens, %d object groups",
+                plan.chunk_size,
+                len(plan.groups),
             )
             for line in plan.lines(registered.slot_bytes) + self._notes:
                 log.info("lmcache_shm: %s", line)

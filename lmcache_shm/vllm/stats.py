@@ -75,16 +75,12 @@ class ShmStats(KVConnectorStats):
 
     def reduce(self) -> dict[str, int | float]:
         """One line for the log: rates are made from sums."""
-        counts, line = self.counts, {}
-        for name in sorted(counts):
-            n = counts[name]
-            line[name] = round(n, 3) if isinstance(n, float) else n
-        for kind in ("load", "store"):
-            seconds, moved = counts.get(f"{kind}_seconds", 0), counts.get(f"{kind}ed_bytes", 0)
-            if kind == "store":
-                moved = counts.get("stored_bytes", 0)
-            if seconds > 0 and moved:
-                line[f"{kind}_gb_per_s"] = round(moved / seconds / 1e9, 2)
+        counts = self.counts
+        line: dict[str, int | float] = {name: round(counts[name], 3) for name in sorted(counts)}
+        for kind, moved in (("load", "loaded_bytes"), ("store", "stored_bytes")):
+            seconds = counts.get(f"{kind}_seconds", 0)
+            if seconds > 0:
+                line[f"{kind}_gb_per_s"] = round(counts.get(moved, 0) / seconds / 1e9, 2)
         return line
 
     def is_empty(self) -> bool:

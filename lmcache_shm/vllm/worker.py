@@ -88,7 +88,9 @@ class Mount:
 class WorkerSide:
     """One per rank."""
 
-    def __init__(self, vllm_config: Any, kv_cache_config: Any, config: Config, rank: int, world: int) -> None:
+    def __init__(
+        self, vllm_config: Any, kv_cache_config: Any, config: Config, rank: int, world: int
+    ) -> None:
         self.config = config
         self.kv_cache_config = kv_cache_config
         self.rank, self.world = rank, world
@@ -123,7 +125,13 @@ class WorkerSide:
         self._pages = pages_by_group(self.kv_cache_config, kv_caches, self.groups)
         self._tensors = [t for g in self.groups for t in tensors_of(kv_caches, g.layers)]
         self.facts = worker_facts(
-            self.kv_cache_config, kv_caches, self.groups, self._pages, backends, self.rank, self.world
+            self.kv_cache_config,
+            kv_caches,
+            self.groups,
+            self._pages,
+            backends,
+            self.rank,
+            self.world,
         )
         self._publisher.start()
         self.attachment.start()
@@ -165,7 +173,9 @@ class WorkerSide:
             if mount is not None:
                 mount.jobs[job.id] = job, place
         if mount is None:
-            self._fail(f"{kind}s_failed.arena", "the arena it was planned for is not mapped any more")
+            self._fail(
+                f"{kind}s_failed.arena", "the arena it was planned for is not mapped any more"
+            )
             with self._lock:
                 if kind == "load":
                     self._loaded.append((job.req_id, False))
@@ -173,9 +183,7 @@ class WorkerSide:
                     self._refused.setdefault(job.id, set()).add(self.rank)
             return
         items = [
-            item
-            for slot in job.slots
-            if (item := self._item(mount, slot, place, kind)) is not None
+            item for slot in job.slots if (item := self._item(mount, slot, place, kind)) is not None
         ]
         if items:
             copy = CopyJob(job.id, kind, items, deadline_s, job.arena_id)
@@ -200,7 +208,9 @@ class WorkerSide:
             generation=slot.generation,
             group=at,
             runs=runs,
-            checksum_at=slot.offset + place.checksum_offset[slot.group] + 8 * writer if checked else -1,
+            checksum_at=slot.offset + place.checksum_offset[slot.group] + 8 * writer
+            if checked
+            else -1,
         )
 
     def _device_is_ready(self) -> Any:
@@ -255,7 +265,9 @@ class WorkerSide:
             self.counts.add("loaded_bytes" if kind == "load" else "stored_bytes", result.nbytes)
             self.counts.add(f"{kind}_seconds", result.seconds)
         else:
-            self._fail(f"{kind}s_failed.{result.reason.split(':')[0] or 'cancelled'}", result.reason)
+            self._fail(
+                f"{kind}s_failed.{result.reason.split(':')[0] or 'cancelled'}", result.reason
+            )
 
     def _fail(self, counter: str, why: str) -> None:
         self.counts.add(counter)

@@ -69,7 +69,9 @@ class Lab:
             outputs = engine.generate(list(self.prompts.values()), max_tokens=NEW, cold=True)
         self.baseline = dict(zip(self.prompts, outputs, strict=True))
         self.world = World(bench.chunk, list(bench.rules))
-        self.server = Server(instance, chunk_size=bench.chunk, size_mb=256, flags=("--log-level", "debug"))
+        self.server = Server(
+            instance, chunk_size=bench.chunk, size_mb=256, flags=("--log-level", "debug")
+        )
         try:
             self.engine = self.new_engine("1")
         except BaseException:
@@ -121,9 +123,12 @@ class Lab:
 
     def assert_right(self, names: Sequence[str], outputs: Sequence[Output]) -> None:
         """Tokens and logprobs are those of the engine without a connector."""
-        assert [(name, self.difference(name, output) <= TOLERANCE) for name, output in zip(names, outputs, strict=True)] == [
-            (name, True) for name in names
-        ], {name: self.difference(name, output) for name, output in zip(names, outputs, strict=True)}
+        assert [
+            (name, self.difference(name, output) <= TOLERANCE)
+            for name, output in zip(names, outputs, strict=True)
+        ] == [(name, True) for name in names], {
+            name: self.difference(name, output) for name, output in zip(names, outputs, strict=True)
+        }
 
     # -------------------------------------------------------------------------------- the arena
     def groups(self) -> list[int]:
@@ -131,13 +136,20 @@ class Lab:
         (namespace,) = self.server.status()["namespaces"]
         kinds = [group["kind"] for group in namespace["groups"]]
         assert len(kinds) == len(self.bench.rules)
-        return [kinds.index({"chunked": "chunked_local"}.get(rule.kind, rule.kind)) for rule in self.bench.rules]
+        return [
+            kinds.index({"chunked": "chunked_local"}.get(rule.kind, rule.kind))
+            for rule in self.bench.rules
+        ]
 
     def wait_connected(self, timeout_s: float = 20.0) -> None:
         """Wait until the engine has registered (again)."""
         deadline = time.monotonic() + timeout_s
-        while not any(c["connected"] and c["namespace"] >= 0 for c in self.server.status()["clients"]):
-            assert time.monotonic() < deadline, f"the engine does not come back\n{self.engine.log_tail()}"
+        while not any(
+            c["connected"] and c["namespace"] >= 0 for c in self.server.status()["clients"]
+        ):
+            assert time.monotonic() < deadline, (
+                f"the engine does not come back\n{self.engine.log_tail()}"
+            )
             time.sleep(0.02)
 
     def stored(self, table: Table) -> list[int]:

@@ -63,7 +63,9 @@ class World:
     def hit(self, prompt: Sequence[int], local: int = 0) -> int:
         """Tokens that the connector must bring for this prompt when vLLM's own cache has the first `local`."""
         best = 0
-        for n in range(1, (len(prompt) - 1) // self.size + 1):  # at least one token is left to compute
+        for n in range(
+            1, (len(prompt) - 1) // self.size + 1
+        ):  # at least one token is left to compute
             if n * self.size <= local:
                 continue
             if all(

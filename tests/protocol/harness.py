@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -64,13 +65,13 @@ class ServerProcess:
         command = [sys.executable, "-m", "lmcache_shm", "server", "--instance", instance]
         if "--l1-size-gb" not in flags:
             command += ["--l1-size-gb", SIZE_GB]
+        # Into a file: a pipe that nobody reads would stop the server when it is full.
+        self._errors = tempfile.TemporaryFile("w+")
         self.process = subprocess.Popen(
-            [*command, *flags],
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            [*command, *flags], stdout=subprocess.PIPE, stderr=self._errors, text=True,
             env={**os.environ, **environment},
         )  # fmt: skip
         self.output = ""
-        self.errors = ""
         self.ready = self._line()
 
     @property
@@ -87,7 +88,7 @@ class ServerProcess:
             more = os.read(fd, 65536).decode() if found else ""  # not through a buffer: select
             if not more:
                 self.process.kill()
-                _, self.errors = self.process.communicate()
+                self.process.communicate()
                 raise AssertionError(f"the server did not start: {said}{self.errors}")
             said += more
         return said
@@ -97,10 +98,19 @@ class ServerProcess:
         if self.process.returncode is None:
             self.process.send_signal(signal.SIGCONT)
             self.process.send_signal(number)
-            output, errors = self.process.communicate(timeout=30)
-            self.output += output
-            self.errors += errors
+            self.output += self.process.communicate(timeout=30)[0]
+        if not self._errors.closed:
+            self._logged = self.errors
+            self._errors.close()
         return self.process.returncode
+
+    @property
+    def errors(self) -> str:
+        """What it has logged so far."""
+        if self._errors.closed:
+            return self._logged
+        self._errors.seek(0)
+        return self._errors.read()
 
     # --------------------------------------------------------------------------------- talking
     def tool(self) -> Connection:
@@ -122,8 +132,8 @@ class ServerProcess:
 
     def raw(self) -> socket.socket:
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        sock.connect(self.path)  # blocking: waits while the backlog is full
         sock.settimeout(WAIT_S)
-        sock.connect(self.path)
         return sock
 
     def config(self, **options: object) -> Config:

@@ -32,11 +32,11 @@ class Asked:
     prompt: list[int]
     max_tokens: int
     identity: Identity
+    request: Request | None = None
     output: list[int] = field(default_factory=list)
     finish: str = ""
     external_tokens: int = 0
     local_tokens: int = 0
-    preemptions: int = 0
 
 
 class Engine:
@@ -55,6 +55,7 @@ class Engine:
         self.asked: dict[str, Asked] = {}
         self.queue: deque[Step] = deque()
         self.steps = 0
+        self.resumed = 0
         self.schedules = 0
         self._ids = 0
         self._cache = cache
@@ -68,6 +69,8 @@ class Engine:
             asynchronous=setup.asynchronous,
             propose=self._propose,
         )
+        if cache:
+            cache.begin()
         kind = AsyncScheduler if setup.asynchronous else Scheduler
         self.scheduler = kind(
             self.config,
@@ -109,6 +112,7 @@ class Engine:
             block_hasher=self._hasher,
         )
         self.oracle.note(f"add {req_id}: {len(prompt)} tokens + {max_tokens}, {salt}/{adapter}")
+        self.asked[req_id].request = request
         self.scheduler.add_request(request)
         return req_id
 
@@ -141,6 +145,9 @@ class Engine:
             f"schedule {step.number}: {output.num_scheduled_tokens} new {new} resumed {sorted(resumed)}"
         )
         self.queue.append(step)
+        self.resumed += len(resumed)
+        if self._cache:
+            self._cache.planned(step)
         return step
 
     def execute(self) -> None:
@@ -158,6 +165,8 @@ class Engine:
             self.oracle.note(f"received {reply.finished_recving} failed {reply.failed_recving}")
         outputs = self.scheduler.update_from_output(step.output, step.result)
         self.steps += 1
+        if self._cache and reply:
+            self._cache.updated(reply)
         for of_client in outputs.values():
             for one in of_client.outputs:
                 self._take(one)

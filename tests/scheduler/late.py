@@ -56,7 +56,6 @@ class LateEngine:
         self._done: list[JobResult] = []
         self._real = CpuEngine(self.arena, self.layouts, 1, populate=False)
         self.closed = False
-        self.on_done: Callable[[], None] = lambda: None
 
     # ---------------------------------------------------------------------------- TransferEngine
     def submit(self, job: CopyJob, ready_event: Any = None) -> None:
@@ -122,7 +121,6 @@ class LateEngine:
             self.pending.remove(pending)
             job = pending.job
             self._done.append(JobResult(job.id, job.kind, not pending.fail, pending.fail, pending.nbytes))
-            self.on_done()
 
     def _copy(self, job: CopyJob, item: CopyItem) -> JobResult:
         self._real.submit(replace(job, items=[item]))

@@ -95,11 +95,18 @@ class CacheServer:
         return self.ask(evict)
 
     def steal(self, row: int) -> None:
-        """A bug in eviction: a slot is given away although it is pinned, and filled with something else."""
+        """A bug in eviction: a slot is given away even if it is pinned, and filled with something else."""
 
         def steal() -> None:
-            hot, cold = self.arena.hot, self.arena.cold
-            hot["generation"][row] += 1
+            hot, cold, slots = self.arena.hot, self.arena.cold, self.catalog._slots  # noqa: SLF001
+            rows = np.array([row], np.int32)
+            if hot["state"][row] != SlotState.COMMITTED or slots.is_dropped(rows)[0]:
+                return
+            if hot["pins"][row]:
+                slots.drop(rows)
+                hot["generation"][row] += 1
+            else:
+                slots.evict(rows)
             start, size = int(cold["offset"][row]), int(cold["slot_bytes"][row])
             self.arena.data_array[start : start + size] = 0xA5
 

@@ -21,7 +21,7 @@ from tests.unit.sample_snapshot import snapshot
 DASHBOARD = Path(__file__).parents[2] / "docs" / "grafana" / "lmcache-shm.json"
 UNITS = (
     "bytes", "seconds", "tokens", "chunks", "slots", "slabs", "engines", "workers", "leases", "reservations",
-    "lookups", "commits", "aborts", "evictions", "hits", "misses", "rebinds", "clears", "restarts", "full",
+    "loads", "lookups", "commits", "aborts", "evictions", "hits", "misses", "rebinds", "clears", "restarts", "full",
     "busy", "existing", "collisions", "failures", "connections", "frames", "peers", "requests", "draining", "info",
 )  # fmt: skip
 
@@ -63,6 +63,7 @@ def test_groups_carry_their_namespace_model_and_kind():
     labels = {"namespace": "1", "model": "openai/gpt-oss-20b", "group": "window128", "kind": "window"}
 
     assert value("group_hits_total", **labels) == 240
+    assert value("group_hit_chunks_total", **labels) == 720
     assert value("group_slots", **labels, state="used") == 1035
     assert value("group_slot_bytes", **labels) == 6 << 20
 

@@ -5,6 +5,7 @@ import json
 import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -45,6 +46,7 @@ class Engine:
             code = page.split(f"The code of {name} is ")[1].split(".")[0]
         top = {"a": self.logprob(self.warm), "b": -3.0}
         choice = {
+            "index": 0,
             "text": f" {code}.",
             "token_ids": [1, 2, 3],
             "logprobs": {"top_logprobs": [top, {"c": -1.0}]},
@@ -54,7 +56,7 @@ class Engine:
     def snapshot(self) -> dict[str, Any]:
         counts = {
             "hit_tokens": self.hit_tokens, "query_tokens": 300 * len(self.requests),
-            "generation_failures": self.failures if self.warm else 0, "commits": 7,
+            "loads_failed": self.failures if self.warm else 0, "commits": 7,
         }  # fmt: skip
         return {"counters": counts, "arena": {"slots": {"reserved": self.reserved}}}
 
@@ -273,3 +275,39 @@ def test_a_task_of_lm_eval_without_lm_eval(
 
     assert status == 2
     assert "pip install 'lmcache-shm[verify]'" in capsys.readouterr().err
+
+
+TASK = """
+task: codes
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {data}}}}}
+test_split: test
+output_type: generate_until
+doc_to_text: "{{{{question}}}}"
+doc_to_target: "{{{{answer}}}}"
+generation_kwargs: {{until: ["\\n"], max_gen_toks: 8}}
+metric_list: [{{metric: exact_match, aggregation: mean, higher_is_better: true}}]
+"""
+
+
+def test_a_task_of_lm_eval(
+    engine: Engine, url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where the extra is installed: right cold, wrong warm; the prompts carry the salt."""
+    pytest.importorskip("lm_eval")
+    documents = [
+        {"question": f"The code of x{k} is {k}.\nthe code of x{k} is", "answer": f" {k}."}
+        for k in range(6)
+    ]
+    data = tmp_path / "codes.jsonl"
+    data.write_text("".join(json.dumps(each) + "\n" for each in documents))
+    (tmp_path / "codes.yaml").write_text(TASK.format(data=data))
+    engine.right = lambda warm: not warm
+
+    status = call(
+        "--base-url", url, "--task", str(tmp_path / "codes.yaml"), "--limit", "6", "--json"
+    )
+
+    said = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert (status, len(engine.salts)) == (1, 1)
+    assert (said["scores"][0]["cold"], said["scores"][0]["warm"]) == (1.0, 0.0)

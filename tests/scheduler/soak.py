@@ -1,0 +1,66 @@
+"""Run many random workloads: ``python -m tests.scheduler.soak --schedules 20000``.
+
+A *schedule* is one random workload from an empty arena to the end. A failure prints the seed and what
+went before; ``--seed N --schedules 1`` repeats it.
+"""
+
+import argparse
+import os
+import sys
+import tempfile
+import time
+import traceback
+from collections import Counter
+from dataclasses import fields
+
+from tests.scheduler import workload
+from tests.scheduler.families import FAMILIES
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.scheduler.soak", description=__doc__)
+    parser.add_argument("--schedules", type=int, default=20000)
+    parser.add_argument("--seed", type=int, default=0, help="the first seed")
+    parser.add_argument("--family", choices=FAMILIES, help="only this geometry")
+    parser.add_argument("--keep-going", action="store_true", help="do not end at the first failure")
+    parser.add_argument("--minutes", type=float, default=0, help="end after this time, if it comes first")
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="lmcshm-soak-") as folder:
+        os.environ["LMCACHE_SHM_RUNTIME_DIR"] = folder
+        return soak(given)
+
+
+def soak(given: argparse.Namespace) -> int:
+    began = last = time.monotonic()
+    totals: Counter[str] = Counter()
+    failures: Counter[str] = Counter()
+    for n in range(given.schedules):
+        seed = given.seed + n
+        drawn = workload.make(seed, given.family)
+        try:
+            outcome = workload.run(drawn, f"soak-{os.getpid()}")
+        except Exception as error:  # noqa: BLE001 - an exception out of the engine is a finding, too
+            told = str(error) if isinstance(error, AssertionError) else traceback.format_exc()
+            failures[f"{type(error).__name__} {getattr(error, 'kind', '')} {drawn.setup.family.name}"] += 1
+            print(f"FAILED {drawn.name}\n{told}\n", flush=True)
+            if not given.keep_going:
+                return 1
+            continue
+        totals["workloads"] += 1
+        for field in fields(outcome):
+            if field.name != "name":
+                totals[field.name] += getattr(outcome, field.name)
+        now = time.monotonic()
+        if now - last > 30:
+            last = now
+            print(f"{n + 1} in {now - began:.0f} s: {dict(totals)}", flush=True)
+        if given.minutes and now - began > 60 * given.minutes:
+            break
+    print(f"{totals['workloads']} workloads in {time.monotonic() - began:.0f} s: {dict(totals)}")
+    for what, times in failures.most_common():
+        print(f"{times} × {what}")
+    return int(bool(failures))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
