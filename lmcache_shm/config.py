@@ -315,18 +315,16 @@ def _build(
     return values, origins
 
 
-def server_config(
-    flags: Mapping[str, Any], environ: Mapping[str, str] | None = None
-) -> Config:
+def server_config(flags: Mapping[str, Any], environ: Mapping[str, str] | None = None) -> Config:
     """Options of a server or a command: `flags` maps option names to what was typed (None: not given)."""
-    given = {name: (value, OPTIONS[name].flag) for name, value in flags.items() if value is not None}
+    given = {
+        name: (value, OPTIONS[name].flag) for name, value in flags.items() if value is not None
+    }
     values, origins = _build(SERVER, given, os.environ if environ is None else environ)
     return Config(**values, origins=origins)
 
 
-def connector_config(
-    extra: Mapping[str, Any], environ: Mapping[str, str] | None = None
-) -> Config:
+def connector_config(extra: Mapping[str, Any], environ: Mapping[str, str] | None = None) -> Config:
     """Options of an engine from ``kv_connector_extra_config``.
 
     Raises ConfigError for an unknown key under ``lmcache_shm.``, for a server's option, and for a

@@ -72,7 +72,8 @@ def nothing_left(request: pytest.FixtureRequest) -> Iterator[None]:
     deadline = time.monotonic() + 5.0
     while True:
         pids = leftovers.processes_of(RUN) if checks_processes else {}
-        new = {pid: command for pid, command in pids.items() if pid not in pids_before}
+        known = pids_before | leftovers.shared_processes
+        new = {pid: command for pid, command in pids.items() if pid not in known}
         names = leftovers.segments() - shm_before
         if (not new and not names) or time.monotonic() > deadline:
             break
@@ -86,6 +87,7 @@ def nothing_left(request: pytest.FixtureRequest) -> Iterator[None]:
         pytest.fail("left behind: " + "; ".join(left), pytrace=False)
 
 
+@pytest.hookimpl(trylast=True)  # after the last fixtures have ended
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """The last word: nothing of this run may outlive it."""
     left = leftovers.processes_of(RUN)

@@ -104,6 +104,11 @@ class Server:
         return self._folder / f"{self.instance}.sock"
 
     @property
+    def pid(self) -> int:
+        """The server's process id (of the last start)."""
+        return self.process.pid if self.process is not None else 0
+
+    @property
     def meta(self) -> Path:
         """The file of the segment with the slot table."""
         return Path(f"/dev/shm/lmcache_shm.{self.instance}.meta")

@@ -1,5 +1,6 @@
 """What people and metrics see of the catalog."""
 
+import bisect
 from collections import Counter
 from typing import Any
 
@@ -144,7 +145,7 @@ def tree(slots: Slots, ns: int | None, limit: int) -> list[dict[str, Any]]:
                 "tick": int(h["tick"]),
             },
         )
-        node["groups"].append(int(h["group"]))
+        bisect.insort(node["groups"], int(h["group"]))
         node["rows"].append(row)
         node["bytes"] += int(c["slot_bytes"])
         node["pins"] += int(h["pins"])

@@ -20,8 +20,8 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "server": ("lmcache_shm.cli.server:server", "Run a cache server: create or adopt an arena, and serve."),
     "top": ("lmcache_shm.cli.top:top", "Watch a running server: hit rates, occupancy, clients, events."),
     "status": ("lmcache_shm.cli.admin:status", "Show what a server holds and what it has done."),
-    "ls": ("lmcache_shm.cli.admin:ls", "List what is cached, as a tree of prefixes."),
-    "inspect": ("lmcache_shm.cli.admin:inspect", "Show one cached chunk: where it is, its token ids or text."),
+    "ls": ("lmcache_shm.cli.contents:ls", "List what is cached, as a tree of prefixes."),
+    "inspect": ("lmcache_shm.cli.contents:inspect", "Show one cached chunk: where it is, its token ids or text."),
     "clear": ("lmcache_shm.cli.admin:clear", "Forget a namespace, a cache salt, or everything."),
     "check": ("lmcache_shm.cli.admin:check", "Prove that the arena and its slot table are consistent."),
     "purge": ("lmcache_shm.cli.admin:purge", "Remove what dead servers left behind."),
@@ -86,7 +86,10 @@ def load(name: str) -> Any:
     target = getattr(source, attribute)
     if not isinstance(target, typer.Typer):
         app = typer.Typer(add_completion=False, rich_markup_mode=None)
-        settings = {"help_option_names": ["-h", "--help"], **getattr(source, f"{name.upper()}_CONTEXT", {})}
+        settings = {
+            "help_option_names": ["-h", "--help"],
+            **getattr(source, f"{name.upper()}_CONTEXT", {}),
+        }
         app.command(name, context_settings=settings)(target)
         target = app
     return typer.main.get_command(target)

@@ -1,5 +1,6 @@
 """The host's side of `doctor`: shared memory, limits of the container and the user, pages, NUMA."""
 
+import contextlib
 import os
 import re
 import resource
@@ -12,6 +13,7 @@ from lmcache_shm.cli.figures import size
 from lmcache_shm.cli.findings import Finding, note, ok, problem
 
 DOCKER_DEFAULT_SHM = 64 << 20
+FIRST_NORMAL_UID = 1000
 FEW_FILES = 1024
 """A server has up to three descriptors per connection, and 128 connections."""
 
@@ -20,6 +22,7 @@ def examine_host(wanted_bytes: int, *, running: bool, root: Path = Path("/")) ->
     """Can a server of `wanted_bytes` start here, and will it be quick? `running`: one has its memory already."""
     yield from shared_memory(wanted_bytes, running=running)
     yield from users()
+    yield from log_out(root)
     yield from user_limits(wanted_bytes, gpu=(root / "proc/driver/nvidia/version").exists())
     yield from huge_pages(root)
     yield from numa(root)
@@ -91,6 +94,25 @@ def _mapped(names: set[str]) -> dict[str, list[tuple[int, str]]]:
         for name in {m for m in re.findall(rf"{SHM_DIR}/(\S+)", maps) if m in names}:
             found.setdefault(name, []).append((int(entry.name), command))
     return found
+
+
+def log_out(root: Path = Path("/"), uid: int | None = None) -> Iterator[Finding]:
+    """logind deletes the shared memory of a normal user whose last session ends, unless told otherwise."""
+    uid = os.geteuid() if uid is None else uid
+    if uid < FIRST_NORMAL_UID or not (root / "run/systemd/seats").is_dir():
+        return
+    places = [root / "etc/systemd/logind.conf", *sorted((root / "etc/systemd/logind.conf.d").glob("*.conf"))]
+    chosen = "yes"
+    for place in places:
+        with contextlib.suppress(OSError):
+            for found in re.findall(r"^\s*RemoveIPC\s*=\s*(\w+)", place.read_text(encoding="utf-8"), re.MULTILINE):
+                chosen = found.lower()
+    if chosen in {"yes", "true", "1", "on"}:
+        yield note(
+            "shared memory",
+            f"RemoveIPC is on: the arena of uid {uid}, a normal user, is deleted when the user logs out",
+            "run the server as a system user (docs/deploy.md), or: loginctl enable-linger",
+        )
 
 
 def user_limits(wanted_bytes: int, *, gpu: bool) -> Iterator[Finding]:

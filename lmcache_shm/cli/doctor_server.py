@@ -1,7 +1,6 @@
 """The server's side of `doctor`: where it listens, what dead ones left, how a live one does."""
 
 import os
-import re
 import stat
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -11,6 +10,7 @@ from lmcache_shm import __version__
 from lmcache_shm.arena.memory import SHM_DIR
 from lmcache_shm.cli.figures import count, duration, percent
 from lmcache_shm.cli.findings import Finding, note, ok, problem
+from lmcache_shm.cli.namespaces import unshared
 from lmcache_shm.control.connection import (
     Connection,
     ControlError,
@@ -254,31 +254,9 @@ ENGINE_SIDE = {
 
 def namespaces(snapshot: Snapshot) -> Iterator[Finding]:
     """One model in several namespaces: engines that could share, and do not."""
-    by_model: dict[str, list[Mapping[str, Any]]] = {}
-    for namespace in snapshot["namespaces"]:
-        by_model.setdefault(namespace["name"], []).append(namespace)
-    for name, found in by_model.items():
-        for other in found[1:]:
-            first = dict(_flat(found[0].get("description") or {}))
-            second = dict(_flat(other.get("description") or {}))
-            differing = [
-                f"{key} ({first.get(key, '-')} / {second.get(key, '-')})"
-                for key in sorted(first.keys() | second.keys())
-                if first.get(key) != second.get(key)
-            ]
-            yield note(
-                "use",
-                f"{name} has two namespaces that share nothing: {'; '.join(differing[:4]) or 'see status'}",
-                "start the engines with equal settings if they should share",
-            )
-
-
-def _flat(item: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
-    if isinstance(item, Mapping):
-        for name, value in item.items():
-            yield from _flat(value, f"{prefix}.{name}" if prefix else str(name))
-    elif isinstance(item, list) and any(isinstance(value, Mapping) for value in item):
-        for k, value in enumerate(item):
-            yield from _flat(value, f"{prefix}[{k}]")
-    else:
-        yield prefix, re.sub(r"\s+", " ", str(item))[:60]
+    for name, first, other, differing in unshared(snapshot["namespaces"]):
+        yield note(
+            "use",
+            f"{name}: namespaces {first} and {other} share nothing: {'; '.join(differing[:4]) or 'see status'}",
+            "start the engines with equal settings if they should share",
+        )

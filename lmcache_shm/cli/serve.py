@@ -25,6 +25,7 @@ from lmcache_shm.arena.segment import (
 )
 from lmcache_shm.catalog.catalog import Catalog
 from lmcache_shm.cli.app import CommandError
+from lmcache_shm.cli.figures import size
 from lmcache_shm.config import OPTIONS, Config
 from lmcache_shm.control.link import socket_path
 from lmcache_shm.control.server import Server
@@ -122,7 +123,12 @@ def progress_bar(total: int) -> Iterator[Callable[[int, int], None] | None]:
     from rich.console import Console  # noqa: PLC0415  (a tenth of a second)
     from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn  # noqa: PLC0415
 
-    columns = ("reserving memory", BarColumn(), DownloadColumn(binary_units=True), TimeRemainingColumn())
+    columns = (
+        "reserving memory",
+        BarColumn(),
+        DownloadColumn(binary_units=True),
+        TimeRemainingColumn(),
+    )
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("", total=total)
         yield lambda done, _: bar.update(task, completed=done)
@@ -169,8 +175,7 @@ def announce(config: Config, service: Service, path: Path, adopted: dict[str, in
     end = "kept" if config.keep_arena else "removed"
     lines = [
         f"lmcache-shm {__version__}: instance {config.instance} is ready (pid {os.getpid()})",
-        f"  arena   {shm_path(arena.data_name)}, {arena.data_bytes / 2**30:.2f} GiB, "
-        f"{_found(adopted)}; {end} at the end",
+        f"  arena   {shm_path(arena.data_name)}, {size(arena.data_bytes)}, {_found(adopted)}; {end} at the end",
         f"  socket  {path}",
         f"  chunks  {chunks}",
         "Start an engine with",
@@ -190,7 +195,9 @@ def end_arena(config: Config, arena: Arena) -> None:
     """Keep or remove the segments, and say which."""
     path = shm_path(arena.data_name)
     if config.keep_arena:
-        logger.info("ended; the arena stays at %s for a warm start (lmcache-shm purge removes it)", path)
+        logger.info(
+            "ended; the arena stays at %s for a warm start (lmcache-shm purge removes it)", path
+        )
     elif arena.unlink():
         logger.info("ended; the arena at %s is removed", path)
     else:

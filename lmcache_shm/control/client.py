@@ -5,7 +5,6 @@ map the arena, re-register after a server restart, and answer "miss" (None) whil
 """
 
 import struct
-import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
@@ -91,7 +90,7 @@ class CacheClient(Link):
     ) -> Acquired | None:
         """Look up and pin a prefix (see messages.Acquire). None: treat it as a miss."""
 
-        def ask(connection: Connection, left_s: float) -> Acquired:
+        def ask(connection: Connection, left_s: float | None) -> Acquired:
             known = replaces if replaces in self._leases else 0
             request = Acquire(keys, local_tokens, num_tokens, known)
             answer = connection.call(request, Acquired, left_s)
@@ -113,7 +112,7 @@ class CacheClient(Link):
         what was to be released is released with the connection."""
         commit, abort, release = list(commit), list(abort), list(release)
 
-        def ask(connection: Connection, left_s: float) -> Stepped:
+        def ask(connection: Connection, left_s: float | None) -> Stepped:
             finished = set(commit) | set(abort)
             good = [row for row in commit if row in self._mine]
             bad = [row for row in abort if row in self._mine]
@@ -151,12 +150,14 @@ class CacheClient(Link):
         self.counts[reason] += n
 
     # ------------------------------------------------------------------------------------ inside
-    def _serve(self, ask: Callable[[Connection, float], R]) -> R | None:
-        if self._connection is None:  # before the lock: a thread may be dialling or waiting
+    def _serve(self, ask: Callable[[Connection, float | None], R]) -> R | None:
+        """What `ask(connection, time left)` returns, within the deadline; None, counted, on any trouble."""
+        if not self.up:  # before the lock: a thread may be dialling or waiting
             self.counts["no_server"] += 1
             return None
-        end = time.monotonic() + self.config.deadline_ms / 1e3
-        if not self._lock.acquire(timeout=self.config.deadline_ms / 1e3):
+        deadline = self.config.deadline_ms / 1e3
+        began = time.monotonic()
+        if not self._lock.acquire(timeout=deadline):
             self.counts["deadline"] += 1
             return None
         try:
@@ -164,8 +165,11 @@ class CacheClient(Link):
             if connection is None:
                 self.counts["no_server"] += 1
                 return None
+            waited = time.monotonic() - began
+            # None: the connection's own deadline, which is armed already.
+            left = None if waited < 1e-3 else max(deadline - waited, 1e-3)
             try:
-                return ask(connection, max(end - time.monotonic(), 1e-3))
+                return ask(connection, left)
             except ControlError as error:
                 self.counts[error.reason] += 1
                 self._break(connection, error)

@@ -88,16 +88,23 @@ class Engines:
         if not 0 <= request.rank < request.world:
             raise Denied("invalid", f"rank {request.rank} of {request.world} workers")
         if request.replicas < 1 or request.world % request.replicas:
-            raise Denied("invalid", f"{request.replicas} replicas do not divide {request.world} workers")
+            raise Denied(
+                "invalid", f"{request.replicas} replicas do not divide {request.world} workers"
+            )
         if not 1 <= len(request.region_bytes) <= MAX_GROUPS:
-            raise Denied("limit", f"{len(request.region_bytes)} object groups; 1 to {MAX_GROUPS} are allowed")
+            raise Denied(
+                "limit", f"{len(request.region_bytes)} object groups; 1 to {MAX_GROUPS} are allowed"
+            )
         if not all(0 <= n < 1 << 48 for n in request.region_bytes):
             raise Denied("invalid", "a region's bytes are negative or beyond any memory")
         if session.engine is not None:
             raise Denied("invalid", "this connection has attached before")
         engine = self._by_id.get(request.engine_id) or self._new(request.engine_id)
         if engine.workers and (engine.world, engine.replicas) != (request.world, request.replicas):
-            raise Denied("refused", f"engine {engine.engine_id} has {engine.world} workers, not {request.world}")
+            raise Denied(
+                "refused",
+                f"engine {engine.engine_id} has {engine.world} workers, not {request.world}",
+            )
         present = engine.workers.get(request.rank)
         if present is not None:
             other = present.session.process
@@ -138,7 +145,9 @@ class Engines:
         taken = {engine.index for engine in self}
         index = next((i for i in range(MAX_CLIENTS) if i not in taken), None)
         if index is None:
-            raise Denied("limit", f"{MAX_CLIENTS} engines are connected or in quarantine; no more are taken")
+            raise Denied(
+                "limit", f"{MAX_CLIENTS} engines are connected or in quarantine; no more are taken"
+            )
         engine = self._by_id[engine_id] = Engine(engine_id, index)
         self.arena.boards[index] = 0  # completions of an earlier engine must not speak for this one
         self._write_down(engine)

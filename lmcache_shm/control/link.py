@@ -95,9 +95,7 @@ class Link:
         """The server's greeting as soon as there is one (registration may take longer)."""
         with self._state:
             self._state.wait_for(
-                lambda: self.hello is not None
-                or self.refusal is not None
-                or self._closed.is_set(),
+                lambda: self.hello is not None or self.refusal is not None or self._closed.is_set(),
                 timeout_s,
             )
         return self.hello

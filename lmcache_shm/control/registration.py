@@ -79,7 +79,9 @@ def _check(service: "Service", session: Session, request: Register) -> None:
             f"start the server with --chunk-size {request.chunk_size} (or auto)",
         )
     if not service.config.separate_object_groups and len(request.groups) > 1:
-        raise Denied("refused", "the server keeps all layers in one object group, the engine has more")
+        raise Denied(
+            "refused", "the server keeps all layers in one object group, the engine has more"
+        )
 
 
 def _geometries(engine: Engine, request: Register) -> list[SlotGeometry]:

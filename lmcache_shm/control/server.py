@@ -75,7 +75,7 @@ class Server:
     def catch_signals(self) -> None:
         """From now on SIGTERM and SIGINT end the server after its drain time, a second one at once."""
 
-        def caught(number: int, _: object) -> None:
+        def caught(_number: int, _frame: object) -> None:
             again = self._stop_at is not None
             self._begin_stop(0.0 if again else self.service.config.drain_s)
 

@@ -4,7 +4,6 @@ import logging
 import os
 import socket
 import time
-from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Callable
 from typing import Any
@@ -17,6 +16,8 @@ from lmcache_shm.catalog.catalog import Catalog, CatalogError
 from lmcache_shm.config import Config
 from lmcache_shm.control import messages as m
 from lmcache_shm.control.engines import Engines
+from lmcache_shm.control.entries import count, entries
+from lmcache_shm.control.histogram import Histogram
 from lmcache_shm.control.processes import Process
 from lmcache_shm.control.registration import register
 from lmcache_shm.control.session import Denied, Rows, Session
@@ -31,30 +32,6 @@ MAX_NOTES = 20
 MAX_REPORTED = 64
 """Reasons of misses that clients may name."""
 NO_ROWS: Rows = np.empty(0, np.int32)
-
-
-class Histogram:
-    """Durations in seconds, in buckets that double."""
-
-    BOUNDS = tuple(1e-5 * 2**i for i in range(16))
-
-    def __init__(self) -> None:
-        self.count = 0
-        self.sum_s = 0.0
-        self.buckets = [0] * (len(self.BOUNDS) + 1)
-
-    def add(self, seconds: float) -> None:
-        self.count += 1
-        self.sum_s += seconds
-        self.buckets[bisect_left(self.BOUNDS, seconds)] += 1
-
-    def snapshot(self) -> dict[str, Any]:
-        """{"count", "sum_s", "buckets": {upper bound: how many at or below it}}."""
-        below, cumulated = 0, {}
-        for bound, n in zip((*map(str, self.BOUNDS), "+Inf"), self.buckets, strict=True):
-            below += n
-            cumulated[bound] = below
-        return {"count": self.count, "sum_s": self.sum_s, "buckets": cumulated}
 
 
 class Service:
@@ -186,7 +163,9 @@ class Service:
             raise Denied("limit", "a greeting of that length")
         session.role = request.role
         session.engine_id = request.engine_id
-        session.info = {k[:64]: v[:256] if isinstance(v, str) else v for k, v in request.info.items()}
+        session.info = {
+            k[:64]: v[:256] if isinstance(v, str) else v for k, v in request.info.items()
+        }
         arena = self.arena
         return m.HelloReply(
             self.boot, m.PROTOCOL, bytes(arena.arena_id), self.config.instance, arena.data_name,
@@ -198,12 +177,16 @@ class Service:
         if session.role != "worker" or request.engine_id != session.engine_id:
             raise Denied("refused", "only a worker attaches, and only to the engine it greeted for")
         index = self.engines.attach(session, request)
-        self.note(f"rank {request.rank} of engine {request.engine_id} attached (pid {session.process.pid})")
+        self.note(
+            f"rank {request.rank} of engine {request.engine_id} attached (pid {session.process.pid})"
+        )
         return m.Attached(self.boot, index)
 
     def _register(self, session: Session, request: m.Register) -> m.Message:
         if session.role != "scheduler" or request.engine_id != session.engine_id:
-            raise Denied("refused", "only a scheduler registers, and only the engine it greeted for")
+            raise Denied(
+                "refused", "only a scheduler registers, and only the engine it greeted for"
+            )
         return register(self, session, request)
 
     # ------------------------------------------------------------------------------- serving
@@ -215,7 +198,7 @@ class Service:
     def _acquire(self, session: Session, request: m.Acquire) -> m.Message:
         began = time.perf_counter()
         namespace = self._namespace(session)
-        _count(request.keys, m.KEY, "keys")
+        count(request.keys, m.KEY, "keys")
         if not 0 <= request.local_tokens <= request.num_tokens < 1 << 40:
             raise Denied("invalid", f"{request.local_tokens} of {request.num_tokens} tokens")
         if request.replaces:
@@ -245,7 +228,7 @@ class Service:
         abort = session.own_rows(request.abort, "abort", doubtful=True)
         if len(commit) and len(abort) and not set(commit.tolist()).isdisjoint(abort.tolist()):
             raise Denied("invalid", "a row is both committed and aborted")
-        entries = None if request.reserve is None else self._entries(session, request.reserve)
+        wanted = None if request.reserve is None else entries(session, request.reserve)
         for lease in request.release:
             self._unpin(session, lease)
         if len(commit):
@@ -254,39 +237,14 @@ class Service:
         if len(abort):
             self._abort(session, abort)
         rows = NO_ROWS
-        if entries is not None:
+        if wanted is not None:
             if self.draining:
-                rows = np.full(len(entries["groups"]), m.FULL, np.int32)
+                rows = np.full(len(wanted["groups"]), m.FULL, np.int32)
             else:
-                rows = self.catalog.reserve(namespace, client=session.client, **entries)
+                rows = self.catalog.reserve(namespace, client=session.client, **wanted)
                 session.reserved.update(rows[rows >= 0].tolist())
         self.latency["step"].add(time.perf_counter() - began)
         return m.Stepped(self.boot, rows.astype("<i4", copy=False).tobytes())
-
-    def _entries(self, session: Session, reserve: m.Reserve) -> dict[str, Any]:
-        """The arrays of a Reserve, all of one length and within bounds (else Denied)."""
-        n = _count(reserve.keys, m.KEY, "keys")
-        sizes = {
-            "groups": 2, "parents": m.KEY, "chunks": 4, "token_lens": 4, "digests": 16, "salts": 8,
-        }  # fmt: skip
-        for name, size in sizes.items():
-            if _count(getattr(reserve, name), size, name) != n:
-                raise Denied("invalid", f"{name}: not {n} entries of {size} bytes, as there are keys")
-        groups = np.frombuffer(reserve.groups, "<u2")
-        token_lens = np.frombuffer(reserve.token_lens, "<u4")
-        if n and int(groups.max()) >= session.groups:
-            raise Denied("invalid", f"object group {int(groups.max())} of {session.groups}")
-        if n and int(token_lens.max()) > session.token_area:
-            raise Denied("invalid", f"{int(token_lens.max())} bytes of token ids; a slot has {session.token_area}")
-        return {
-            "groups": groups,
-            "keys": reserve.keys,
-            "parents": reserve.parents,
-            "chunks": np.frombuffer(reserve.chunks, "<u4"),
-            "token_lens": token_lens,
-            "digests": reserve.digests,
-            "salts": np.frombuffer(reserve.salts, "<u8"),
-        }
 
     def _abort(self, session: Session, rows: Rows) -> None:
         named = rows.tolist()
@@ -310,9 +268,9 @@ class Service:
 
     def _clear(self, session: Session, request: m.Clear) -> m.Message:
         namespace = None if request.namespace < 0 else request.namespace
-        count = self.catalog.clear(namespace, request.salt)
-        self.note(f"cleared {count} slots")
-        return m.Done(self.boot, count)
+        cleared = self.catalog.clear(namespace, request.salt)
+        self.note(f"cleared {cleared} slots")
+        return m.Done(self.boot, cleared)
 
     def _status(self, session: Session, request: m.Status) -> m.Message:
         return m.StatusReply(self.boot, snapshot(self))
@@ -335,13 +293,3 @@ class Service:
         self.draining = True
         self.shutdown = request.drain
         return m.Done(self.boot, self.outstanding())
-
-
-def _count(packed: bytes, size: int, name: str) -> int:
-    """Entries of `size` bytes in a packed field. Raises Denied."""
-    n, rest = divmod(len(packed), size)
-    if rest:
-        raise Denied("invalid", f"{name}: {len(packed)} bytes are no entries of {size} bytes")
-    if n > m.MAX_KEYS:
-        raise Denied("limit", f"{name}: {n} entries; at most {m.MAX_KEYS} are allowed")
-    return n

@@ -1,63 +1,65 @@
-"""Run inside the engine's process by a test: while a load copies, its slots are taken over by a writer that does not exist.
-
-Names given: `meta` (the file of the slot table) and `runner`. After the check that a slot is still ours and before its first
-bytes are copied, its generation is raised and its pages are changed. `runner.give_back()` undoes it and returns the rows.
-"""
+"""Run inside the engine's process: while a load copies, its slots are taken over by a writer that does not exist."""
 
 import mmap
+from pathlib import Path
 from typing import Any
 
 import numpy as np
-from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-from lmcache_shm.arena.layout import COLD_DTYPE, HOT_DTYPE, PAGE, Header, Regions
-
-meta: str
-runner: Any
-
-with open(meta, "r+b") as file:  # noqa: PTH123
-    memory = mmap.mmap(file.fileno(), 0)
-geometry = Header.unpack(bytes(memory[:PAGE])).geometry
-regions = Regions.of(geometry)
-hot = np.frombuffer(memory, HOT_DTYPE, geometry.max_slots, regions.hot)
-cold = np.frombuffer(memory, COLD_DTYPE, geometry.max_slots, regions.cold)
-(mount,) = get_kv_transfer_group().worker._mounts.values()
-engine, data = mount.engine, mount.arena.data_array
-taken: list[tuple[int, int, int]] = []
+from lmcache_shm.arena.layout import COLD_DTYPE, HOT_DTYPE, PAGE, Header, Regions, SlotState
 
 
 class Takeover:
-    """In place of a copier of the group with this many bytes of pages."""
+    """Raises the generation and changes the pages of a slot after it was found to be ours, before its first bytes are copied."""
 
-    def __init__(self, copier: Any, nbytes: int) -> None:
+    def __init__(self, meta: str) -> None:
+        """Begin; `meta` is the file of the slot table."""
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        with Path(meta).open("r+b") as file:
+            memory = mmap.mmap(file.fileno(), 0)
+        geometry = Header.unpack(bytes(memory[:PAGE])).geometry
+        regions = Regions.of(geometry)
+        self.hot = np.frombuffer(memory, HOT_DTYPE, geometry.max_slots, regions.hot)
+        self.cold = np.frombuffer(memory, COLD_DTYPE, geometry.max_slots, regions.cold)
+        (mount,) = get_kv_transfer_group().worker._mounts.values()
+        self.data = mount.arena.data_array
+        self.engine = mount.engine
+        self.copiers = self.engine._copiers
+        self.taken: dict[int, tuple[int, int]] = {}
+        self.engine._copiers = [
+            [[Between(self, copier, layout.region_bytes) for copier in part] for part in parts]
+            for parts, layout in zip(self.copiers, self.engine._layouts, strict=True)
+        ]
+
+    def take(self, offset: int, nbytes: int) -> None:
+        committed = self.hot["state"] == SlotState.COMMITTED
+        (row,) = np.flatnonzero((self.cold["offset"] == offset) & committed).tolist()
+        if row not in self.taken:
+            self.hot["generation"][row] += 1
+            self.data[offset + 1 : offset + nbytes : 2] ^= 0x80
+            self.taken[row] = offset, nbytes
+
+    def give_back(self) -> list[int]:
+        """Undo all of it; the rows."""
+        self.engine._copiers = self.copiers
+        for row, (offset, nbytes) in self.taken.items():
+            self.hot["generation"][row] -= 1
+            self.data[offset + 1 : offset + nbytes : 2] ^= 0x80
+        return list(self.taken)
+
+
+class Between:
+    """In place of a copier of slots with that many bytes of pages."""
+
+    def __init__(self, takeover: Takeover, copier: Any, nbytes: int) -> None:
+        self.takeover = takeover
         self.copier = copier
         self.nbytes = nbytes
 
     def load(self, offset: int, *rest: Any) -> int:
-        (row,) = np.flatnonzero((cold["offset"] == offset) & (hot["state"] == 3))
-        if not any(row == one for one, _, _ in taken):
-            hot["generation"][row] += 1
-            data[offset + 1 : offset + self.nbytes : 2] ^= 0x80
-            taken.append((int(row), offset, self.nbytes))
+        self.takeover.take(offset, self.nbytes)
         return int(self.copier.load(offset, *rest))
 
     def store(self, *arguments: Any) -> int:
         return int(self.copier.store(*arguments))
-
-
-before = engine._copiers
-engine._copiers = [
-    [[Takeover(copier, layout.region_bytes) for copier in copiers] for copiers in parts]
-    for parts, layout in zip(before, engine._layouts, strict=True)
-]
-
-
-def give_back() -> list[int]:
-    engine._copiers = before
-    for row, offset, nbytes in taken:
-        hot["generation"][row] -= 1
-        data[offset + 1 : offset + nbytes : 2] ^= 0x80
-    return [row for row, _, _ in taken]
-
-
-runner.give_back = give_back

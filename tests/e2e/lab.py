@@ -1,12 +1,14 @@
 """One model's bench: outputs of an engine without any connector, a server, and an engine that uses it."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
+from tests import leftovers
 from tests.e2e.predict import Rule, World
 from tools.server_process import Server, Table
 from tools.tiny_models.process import Engine, Output
@@ -140,6 +142,15 @@ class Lab:
             kinds.index({"chunked": "chunked_local"}.get(rule.kind, rule.kind))
             for rule in self.bench.rules
         ]
+
+    @contextmanager
+    def server_down(self) -> Iterator[None]:
+        """The server is killed, and comes back afterwards; the engine goes on living."""
+        self.server.kill()
+        yield
+        self.server.start()
+        leftovers.shared_processes.add(self.server.pid)
+        self.wait_connected()
 
     def wait_connected(self, timeout_s: float = 20.0) -> None:
         """Wait until the engine has registered (again)."""

@@ -1,7 +1,6 @@
 """Six models, real vLLM: what the arena gives is what the rules say, and the answers are those of an engine without it."""
 
-from pathlib import Path
-
+from lmcache_shm.arena.layout import SlotState
 from tests.e2e.lab import NEW, TOLERANCE, Lab
 from tools.tiny_models.process import Output
 
@@ -169,10 +168,8 @@ def test_a_lost_slot_of_one_group_gives_a_shorter_hit(lab: Lab) -> None:
     for rule, group in enumerate(lab.groups()):
         table = lab.server.table()
         row = next(r for r in table.rows(group) if table.cold["chunk"][r] == last - 1)
-        lab.server.kill()
-        table.hot["state"][row] = 1  # FREE
-        lab.server.start()
-        lab.wait_connected()
+        with lab.server_down():
+            table.hot["state"][row] = SlotState.FREE
         lab.world.stored[rule].discard(tuple(prompt[: last * size]))
         predicted = lab.world.hit(prompt)
         assert predicted < last * size
@@ -207,5 +204,8 @@ connector = scheduler.connector
 connector.get_num_new_matched_tokens = lambda request, num_computed_tokens: (0, False)
 """
 LOADS_AGAIN = "del scheduler.connector.get_num_new_matched_tokens"
-CHANGES_HANDS = (Path(__file__).parent / "changes_hands.py").read_text()
-GIVEN_BACK = "result = runner.give_back()"
+CHANGES_HANDS = """
+from tests.e2e.changes_hands import Takeover
+runner.takeover = Takeover(meta)
+"""
+GIVEN_BACK = "result = runner.takeover.give_back()"

@@ -185,7 +185,10 @@ def is_closed(sock: socket.socket) -> bool:
 
 
 # ----------------------------------------------------------------------------------------- engines
-GROUPS = [GroupInfo("full", "full", 0, [0], 2, [16]), GroupInfo("window", "window", 40, [1], 2, [16])]
+GROUPS = [
+    GroupInfo("full", "full", 0, [0], 2, [16]),
+    GroupInfo("window", "window", 40, [1], 2, [16]),
+]
 
 
 class Prefix:
@@ -289,13 +292,17 @@ for line in sys.stdin:
         print("closed", flush=True)
 """
 
-    def __init__(self, server: ServerProcess, engine_id: str, rank: int = 0, world: int = 1) -> None:
+    def __init__(
+        self, server: ServerProcess, engine_id: str, rank: int = 0, world: int = 1
+    ) -> None:
         arguments = [server.path, engine_id, str(rank), str(world), str(REGION)]
         self.process = subprocess.Popen(
             [sys.executable, "-c", self.PROGRAM, *arguments],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
         )  # fmt: skip
-        assert self._says() == "attached"
+        if self._says() != "attached":
+            self.end()
+            raise AssertionError("the worker was not let in")
 
     def _says(self) -> str:
         assert self.process.stdout is not None

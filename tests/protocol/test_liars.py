@@ -184,7 +184,9 @@ def test_another_process_cannot_take_the_place_of_a_worker_or_a_scheduler(lastin
 
 
 def test_nobody_speaks_for_an_engine_that_it_did_not_greet_for(lasting, victim, liar):
-    with contextlib.closing(Connection.open(lasting.path, Hello(PROTOCOL, "worker", "liar"), WAIT_S)) as c:
+    with contextlib.closing(
+        Connection.open(lasting.path, Hello(PROTOCOL, "worker", "liar"), WAIT_S)
+    ) as c:
         with pytest.raises(Refused):
             c.call(AttachWorker("victim", 0, 1, 1, [REGION] * 2), Attached)
         with pytest.raises(Refused):
@@ -209,7 +211,9 @@ def test_nobody_speaks_for_an_engine_that_it_did_not_greet_for(lasting, victim, 
     ],
 )
 def test_workers_of_impossible_shape_are_refused(lasting, rank, world, replicas, regions):
-    with contextlib.closing(Connection.open(lasting.path, Hello(PROTOCOL, "worker", "odd"), WAIT_S)) as c:
+    with contextlib.closing(
+        Connection.open(lasting.path, Hello(PROTOCOL, "worker", "odd"), WAIT_S)
+    ) as c:
         with pytest.raises(Refused):
             c.call(AttachWorker("odd", rank, world, replicas, regions), Attached)
 

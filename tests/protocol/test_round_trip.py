@@ -239,6 +239,11 @@ def test_the_table_says_what_the_server_says(lasting, one):
 
 
 def test_unknown_rules_and_groups_without_end_are_refused(lasting):
-    for groups in ([], [GroupInfo("x", "magic")] * 2, GROUPS * 40, [GroupInfo("w", "window", 0)] * 2):
+    for groups in (
+        [],
+        [GroupInfo("x", "magic")] * 2,
+        GROUPS * 40,
+        [GroupInfo("w", "window", 0)] * 2,
+    ):
         with pytest.raises(Refused):
             Engine(lasting, groups=groups)

@@ -206,7 +206,23 @@ class Engine:
             idle = 0 if self.turn(between) else idle + 1
             if idle > 200 and self.unfinished():
                 break
-        self.oracle.fail("stuck", f"requests {self.unfinished()} do not end")
+        self.oracle.fail("stuck", f"requests do not end: {self.state()}")
+
+    def state(self) -> str:
+        """Where everything is, for people."""
+        pool, told = self.oracle.pool, []
+        for req_id in self.unfinished():
+            request = self.request(req_id)
+            if request is None:
+                told.append(f"{req_id} unknown to the scheduler")
+                continue
+            tables = self.scheduler.kv_cache_manager.get_block_ids(req_id)
+            told.append(
+                f"{req_id} {request.status.name} {request.num_computed_tokens}/{request.num_tokens} tokens, "
+                f"{[sum(b > 0 for b in t) for t in tables]} blocks"
+            )
+        free = pool.get_num_free_blocks()
+        return f"{'; '.join(told)}; {free} of {pool.num_gpu_blocks - 1} blocks free"
 
     # ---------------------------------------------------------------------------- inside
     def _propose(self, stream: Stream) -> list[int]:

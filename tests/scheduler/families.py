@@ -189,7 +189,7 @@ FAMILIES: dict[str, Family] = {
                cache=_RECURRENT, extra=_ANY_STEP),
         Family("gdn_window", _gdn_window, (16, 48), (16, 31), recurrent=True, cache=_RECURRENT),
         Family("deepseek_v4", _deepseek_v4, (64, 128), (64, 100, 200), layout="BLHNC", drafts=False),
-        Family("local", _local, (32, 64)),
+        Family("local", _local, (8, 16, 32)),
         Family("sliding_only", _sliding_only, (8, 16)),
         Family("scratch", _scratch, (8, 16)),
         Family("full_tp2", _full, (8, 16), world=2),
@@ -211,22 +211,14 @@ def _model() -> str:
 
 
 @functools.cache
-def _engine_config(world: int, asynchronous: bool, drafts: int) -> VllmConfig:
-    speculative = (
-        {
-            "method": "ngram_gpu" if asynchronous else "ngram",
-            "num_speculative_tokens": drafts,
-            "prompt_lookup_max": 3,
-        }
-        if drafts
-        else None
-    )
+def _engine_config(world: int, drafts: int) -> VllmConfig:
+    ngram = {"method": "ngram", "num_speculative_tokens": drafts, "prompt_lookup_max": 3}
     return EngineArgs(
         model=_model(), skip_tokenizer_init=True, load_format="dummy", enforce_eager=True,
         max_model_len=MAX_MODEL_LEN, max_num_batched_tokens=MAX_MODEL_LEN, max_num_seqs=6,
         enable_prefix_caching=True, block_size=8, kv_cache_memory_bytes=1 << 20,
-        async_scheduling=asynchronous, tensor_parallel_size=world,
-        speculative_config=speculative,
+        async_scheduling=False, tensor_parallel_size=world,
+        speculative_config=ngram if drafts else None,
     ).create_engine_config()  # fmt: skip
 
 
@@ -258,7 +250,7 @@ def fork(config: Any, **changes: Any) -> Any:
 def vllm_config(setup: Setup, engine_id: str | None, extra: Mapping[str, Any]) -> VllmConfig:
     """The VllmConfig of an engine; without `engine_id` it has no connector."""
     family = setup.family
-    base = _engine_config(family.world, setup.asynchronous, setup.drafts)
+    base = _engine_config(family.world, setup.drafts)
     transfer = None
     if engine_id is not None:
         transfer = KVTransferConfig(
@@ -268,6 +260,10 @@ def vllm_config(setup: Setup, engine_id: str | None, extra: Mapping[str, Any]) -
             engine_id=engine_id,
             kv_connector_extra_config={**family.extra, **extra},
         )
+    scheduler = base.scheduler_config
+    spare = scheduler.max_num_batched_tokens - (
+        scheduler.max_num_scheduled_tokens or scheduler.max_num_batched_tokens
+    )
     return fork(
         base,
         cache_config=fork(
@@ -277,8 +273,11 @@ def vllm_config(setup: Setup, engine_id: str | None, extra: Mapping[str, Any]) -
         ),
         model_config=fork(base.model_config, max_model_len=setup.max_len),
         scheduler_config=fork(
-            base.scheduler_config,
+            scheduler,
             max_num_batched_tokens=setup.step,
+            max_num_scheduled_tokens=setup.step - spare if scheduler.max_num_scheduled_tokens else None,
+            # vLLM turns it off on CPU; the scheduler that GPUs get is tested here all the same.
+            async_scheduling=setup.asynchronous,
             max_num_seqs=setup.max_seqs,
             policy=setup.policy,
         ),

@@ -112,6 +112,17 @@ def test_huge_pages_and_numa_nodes_are_told(tmp_path: Path):
     assert "numactl" in numa.remedy
 
 
+def test_segments_that_go_with_a_log_out_are_told(tmp_path: Path):
+    (tmp_path / "run/systemd/seats").mkdir(parents=True)
+
+    (found,) = host.log_out(tmp_path, uid=1000)
+    assert "RemoveIPC" in found.text
+    assert not list(host.log_out(tmp_path, uid=998))  # a system user
+    (tmp_path / "etc/systemd/logind.conf.d").mkdir(parents=True)
+    (tmp_path / "etc/systemd/logind.conf.d/x.conf").write_text("[Login]\nRemoveIPC=no\n")
+    assert not list(host.log_out(tmp_path, uid=1000))
+
+
 # -------------------------------------------------------------------- planted: the runtime directory
 def test_a_runtime_directory_that_is_a_link_is_found(tmp_path: Path):
     (tmp_path / "real").mkdir(mode=0o700)

@@ -8,7 +8,7 @@ from collections import Counter
 from typing import Any
 
 import numpy as np
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -125,7 +125,7 @@ class CatalogMachine(RuleBasedStateMachine):
                 assert row not in self.quarantined
                 assert row not in self.committed.values()
                 self.reserved[row] = owner, client, False
-        if not was_blocked and first == 0 and rows[0] != EXISTS:
+        if not was_blocked and first == 0 and len(groups) == 1 and rows[0] != EXISTS:
             assert rows[0] >= 0, "the first chunk of a prefix finds room when nothing is held"
         if len(groups) == 1 and space.groups[groups[0]].full and had_place[groups[0]]:
             self._beginning_stayed(space, prefix, groups[0], first, before, gone)
@@ -303,6 +303,7 @@ class CatalogMachine(RuleBasedStateMachine):
 
 CatalogMachine.TestCase.settings = settings(
     max_examples=60, stateful_step_count=40, deadline=None,
+    phases=(Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink),
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )  # fmt: skip
 TestCatalog = CatalogMachine.TestCase

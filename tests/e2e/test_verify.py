@@ -1,0 +1,151 @@
+"""verify against a real `vllm serve` with a GDN + full attention model, and with an arena gone bad."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lmcache_shm.arena.layout import SlotState
+from lmcache_shm.cli import app, verify, verify_api
+from tools.server_process import Server
+from tools.tiny_models import load
+
+FAMILY = "qwen3_5"
+N = 160  # tokens; its unified block size with --block-size 32
+
+
+@dataclass(frozen=True)
+class Deployed:
+    """A cache server and a `vllm serve` that uses it."""
+
+    server: Server
+    url: str
+    log: Path
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+def wait_healthy(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
+    end = time.monotonic() + 240
+    while True:
+        try:
+            with urllib.request.urlopen(f"{url}/health", timeout=5):
+                return
+        except (OSError, urllib.error.URLError):
+            if process.poll() is not None or time.monotonic() > end:
+                pytest.fail("vllm serve did not start\n" + log.read_text()[-3000:])
+            time.sleep(0.2)
+
+
+@pytest.fixture(scope="module")
+def deployed() -> Iterator[Deployed]:
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    with (
+        tempfile.TemporaryDirectory(prefix="verify-e2e-") as folder,
+        Server(f"test-{os.getpid()}-verify", size_mb=256) as server,
+    ):
+        log = Path(folder) / "vllm.log"
+        env = load(FAMILY).environment(VLLM_SERVER_DEV_MODE="1", TINY_MODELS_FOLDER=folder)
+        command = [
+            sys.executable, "-m", "tools.tiny_models.serve", FAMILY, "--port", str(port),
+            "--host", "127.0.0.1", "--max-num-batched-tokens", str(2 * N - 1),
+            "--kv-transfer-config", json.dumps(server.connector()),
+        ]  # fmt: skip
+        with log.open("wb") as output:
+            process = subprocess.Popen(
+                command, stdout=output, stderr=output, env=env, start_new_session=True
+            )
+        try:
+            wait_healthy(url, process, log)
+            yield Deployed(server, url, log)
+        finally:
+            process.terminate()
+            try:
+                process.wait(60)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, 9)
+                process.wait()
+
+
+def run(deployed: Deployed, capsys: pytest.CaptureFixture[str]) -> tuple[int, dict[str, Any]]:
+    words = ["--base-url", deployed.url, "--instance", deployed.server.instance, "--task", "ids"]
+    with pytest.raises(SystemExit) as end:
+        app.main(["verify", *words, "--limit", "8", "--prefix-tokens", "1300", "--json"])
+    captured = capsys.readouterr()
+    assert captured.out, f"{captured.err}\n{deployed.log.read_text()[-3000:]}"
+    return int(end.value.code or 0), json.loads(captured.out)
+
+
+def before_the_warm_run(monkeypatch: pytest.MonkeyPatch, action: Any) -> None:
+    """Do something to the arena when all stores of the cold run are committed."""
+
+    def settled(config: Any) -> Any:
+        snapshot = verify_api.settled(config)
+        action()
+        return snapshot
+
+    monkeypatch.setattr(verify, "settled", settled)
+
+
+def test_a_sound_deployment_passes(deployed: Deployed, capsys: pytest.CaptureFixture[str]) -> None:
+    status, said = run(deployed, capsys)
+
+    assert (status, said["complaints"]) == (0, [])
+    # Four prefixes of 1,300 tokens: at least each one's first prompt is served, whole chunks of it.
+    assert said["served_tokens"] >= 4 * (1300 // 320) * 320
+    assert said["tokens_equal"] == 1.0
+    assert said["failed_loads"] == 0
+
+
+def test_flipped_bytes_in_the_arena_are_found(
+    deployed: Deployed, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def corrupt() -> None:
+        table = deployed.server.table()
+        for row in table.rows():
+            pages = int(table.cold["slot_bytes"][row]) - (5 * 320 + 16) - 8
+            table.flip(int(row), pages // 64 * 64)
+
+    before_the_warm_run(monkeypatch, corrupt)
+
+    status, said = run(deployed, capsys)
+
+    assert status == 1
+    assert said["served_tokens"] > 0  # it was served, and wrong
+    assert "logprob of the first token" in said["complaints"][0]
+    assert said["tokens_equal"] < 1.0
+
+
+def test_an_arena_that_was_emptied_serves_nothing(
+    deployed: Deployed, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before_the_warm_run(monkeypatch, deployed.server.clear)
+
+    status, said = run(deployed, capsys)
+
+    assert (status, said["served_tokens"]) == (1, 0)
+    assert "nothing was served from the arena" in said["complaints"][0]
+
+
+def test_nothing_stays_pinned(deployed: Deployed) -> None:
+    table = deployed.server.wait_idle()
+
+    assert table.pins() == 0
+    assert len(table.rows(state=SlotState.RESERVED)) == 0
+    assert deployed.server.check() == []

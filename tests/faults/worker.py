@@ -1,0 +1,155 @@
+"""A simulated worker: the real client, arena and copy engine; pages filled and checked by the oracle.
+
+Started by engine.py with one JSON argument and a socket to its scheduler side. It outlives a killed scheduler
+for as long as its current job takes, as a real worker does.
+"""
+
+import ctypes
+import json
+import multiprocessing.connection
+import sys
+import time
+from typing import Any
+
+import numpy as np
+
+from lmcache_shm.arena.layout import RING
+from lmcache_shm.config import Config
+from lmcache_shm.control.client import WorkerClient
+from lmcache_shm.transfer import guard
+from lmcache_shm.transfer.cpu import CpuEngine
+from lmcache_shm.transfer.engine import CopyItem, CopyJob, PageRun
+from lmcache_shm.transfer.pages import Part, RawTensor, SlotLayout, group_pages
+from tests.faults import failpoints
+from tests.faults.payload import N_BLOCKS, SHAPES, page
+
+Blocks = dict[int, list[np.ndarray]]
+
+
+class Worker:
+    """One rank of one engine."""
+
+    def __init__(self, options: dict[str, Any], pipe: multiprocessing.connection.Connection) -> None:
+        self.rank = int(options["rank"])
+        self.pipe = pipe
+        self.blocks: Blocks = {
+            group: [np.zeros((N_BLOCKS, nbytes), np.uint8) for _ in range(layers)]
+            for group, (_, nbytes, layers) in SHAPES.items()
+        }
+        self.layouts = [self._layout(group) for group in SHAPES]
+        self.engines: dict[bytes, CpuEngine] = {}
+        self.delay = 0.0
+        self.client = WorkerClient(
+            Config(instance=options["instance"]),
+            options["engine_id"],
+            self.rank,
+            options["world"],
+            1,
+            [layout.region_bytes for layout in self.layouts],
+        )
+        if options.get("trusting"):  # negative control: believe every load
+            guard.SlotGuard.changed_hands = lambda *_: ""  # type: ignore[method-assign]
+        self.client.start()
+
+    def _layout(self, group: int) -> SlotLayout:
+        pages, nbytes, _ = SHAPES[group]
+        tensors = [
+            RawTensor(t.ctypes.data, t.shape, (nbytes, 1), 1, i) for i, t in enumerate(self.blocks[group])
+        ]
+        return SlotLayout([Part(group_pages(tensors, N_BLOCKS), pages)])
+
+    def serve(self) -> None:
+        """Jobs until the scheduler side is gone."""
+        while True:
+            try:
+                order = self.pipe.recv()
+            except (EOFError, OSError):
+                return
+            if order["do"] == "delay":
+                self.delay = order["seconds"]
+                continue
+            reply = self.run(order)
+            try:
+                self.pipe.send(reply)
+            except OSError:
+                return
+
+    def run(self, order: dict[str, Any]) -> dict[str, Any]:
+        """One store or load; the reply says what became of it and how many bytes were wrong."""
+        engine = self._engine(order["arena_id"])
+        if engine is None:
+            return {"job": order["job"], "ok": False, "reason": "arena", "wrong": 0}
+        placed = self._place(order["items"])
+        store = order["do"] == "store"
+        for item, numbers in placed:
+            self._fill(item, numbers, wipe=not store)
+        if self.delay:
+            time.sleep(self.delay)  # a late copy: whatever happened meanwhile, it lands now
+        items = [
+            CopyItem(
+                item["row"],
+                item["offset"] + order["region_offsets"][item["group"]][self.rank],
+                item["generation"],
+                item["group"],
+                [PageRun(0, 0, np.array(numbers, np.int64))],
+            )
+            for item, numbers in placed
+        ]
+        engine.submit(CopyJob(order["job"], order["do"], items, 10.0, order["arena_id"]))
+        engine.drain(20.0)
+        (result,) = engine.poll()
+        if store:
+            self.client.arena.boards[order["client"], self.rank, order["job"] % RING] = (  # type: ignore[union-attr]
+                order["job"] << 1 | int(result.ok)
+            )
+        wrong = 0
+        if result.ok and not store:
+            wrong = sum(self._wrong(item, numbers) for item, numbers in placed)
+        return {"job": order["job"], "ok": result.ok, "reason": result.reason, "wrong": wrong}
+
+    def _engine(self, arena_id: bytes) -> CpuEngine | None:
+        self.client.wait(1.0)
+        arena = self.client.arena
+        if arena is None or self.client.arena_id != arena_id:
+            return None
+        if arena_id not in self.engines:
+            self.engines[arena_id] = CpuEngine(arena, self.layouts, populate=False)
+        return self.engines[arena_id]
+
+    def _place(self, items: list[dict[str, Any]]) -> list[tuple[dict[str, Any], list[int]]]:
+        """Blocks for each item; a job's items never share any."""
+        at = {group: 0 for group in SHAPES}
+        placed = []
+        for item in items:
+            pages = SHAPES[item["group"]][0]
+            first = at[item["group"]]
+            at[item["group"]] += pages
+            placed.append((item, [(first + p) * 7 % N_BLOCKS for p in range(pages)]))
+        return placed
+
+    def _fill(self, item: dict[str, Any], numbers: list[int], *, wipe: bool) -> None:
+        for layer, tensor in enumerate(self.blocks[item["group"]]):
+            for p, block in enumerate(numbers):
+                tensor[block] = 0xA5 if wipe else self._expected(item, layer, p)
+
+    def _wrong(self, item: dict[str, Any], numbers: list[int]) -> int:
+        return sum(
+            int(np.count_nonzero(tensor[block] != self._expected(item, layer, p)))
+            for layer, tensor in enumerate(self.blocks[item["group"]])
+            for p, block in enumerate(numbers)
+        )
+
+    def _expected(self, item: dict[str, Any], layer: int, number: int) -> np.ndarray:
+        return page(item["key"], item["group"], self.rank, layer * 16 + number)
+
+
+def main() -> None:
+    # Ends some time after its scheduler side, by itself (end of file); a forgotten one ends with the test run.
+    ctypes.CDLL(None).prctl(1, 0)
+    failpoints.install()
+    options = json.loads(sys.argv[1])
+    Worker(options, multiprocessing.connection.Connection(options["fd"])).serve()
+
+
+if __name__ == "__main__":
+    main()
