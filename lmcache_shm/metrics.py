@@ -47,11 +47,26 @@ COUNTERS = {
     "rebinds": ("slab_rebinds", "Extents taken from one slot size for another"),
     "clears": ("clears", "Requests to forget chunks"),
     "stores_exist": ("stores_existing", "Slots not stored because they were there already"),
-    "stores_skipped_busy": ("stores_busy", "Slots not stored because another engine was writing them"),
-    "stores_skipped_full": ("stores_full", "Slots not stored because everything was pinned or reserved"),
-    "collisions": ("collisions", "Hits refused because tokens or identity differed from the stored ones"),
-    "loads_failed": ("failed_loads", "Requests whose load failed, and that engines computed instead"),
-    "commits_lost": ("lost_commits", "Stored slots that could not be committed because the connection broke"),
+    "stores_skipped_busy": (
+        "stores_busy",
+        "Slots not stored because another engine was writing them",
+    ),
+    "stores_skipped_full": (
+        "stores_full",
+        "Slots not stored because everything was pinned or reserved",
+    ),
+    "collisions": (
+        "collisions",
+        "Hits refused because tokens or identity differed from the stored ones",
+    ),
+    "loads_failed": (
+        "failed_loads",
+        "Requests whose load failed, and that engines computed instead",
+    ),
+    "commits_lost": (
+        "lost_commits",
+        "Stored slots that could not be committed because the connection broke",
+    ),
     "connections": ("connections", "Connections accepted"),
     "malformed_frames": ("malformed_frames", "Connections closed for sending what is no message"),
     "refused_uid": ("refused_peers", "Connections of other users turned away"),
@@ -78,17 +93,25 @@ def _server(server: Mapping[str, Any]) -> Iterator[Metric]:
     about = {name: str(server[name]) for name in ("version", "chunk_size", "checksum", "separate")}
     about["cache"] = server["instance"]  # "instance" is what Prometheus calls the scraped address
     yield InfoMetricFamily(PREFIX + "server", "The server and its settings", value=about)
-    yield _gauge("start_time_seconds", "When the server started, in seconds since 1970", server["started_at"])
+    yield _gauge(
+        "start_time_seconds", "When the server started, in seconds since 1970", server["started_at"]
+    )
     restarts = "Starts of a server on this arena after the first"
     yield CounterMetricFamily(PREFIX + "restarts", restarts, value=server["restarts"])
     yield _gauge("draining", "1 while the server takes no new work", float(server["draining"]))
     adopted = server.get("adopted") or {}
-    yield _gauge("adopted_slots", "Slots that this server took over from an earlier one", adopted.get("slots", 0))
+    yield _gauge(
+        "adopted_slots",
+        "Slots that this server took over from an earlier one",
+        adopted.get("slots", 0),
+    )
 
 
 def _arena(arena: Mapping[str, Any]) -> Iterator[Metric]:
     yield _gauge("arena_size_bytes", "Size of the arena", arena["data_bytes"])
-    parts = GaugeMetricFamily(PREFIX + "arena_bytes", "Bytes of the arena by state", labels=["state"])
+    parts = GaugeMetricFamily(
+        PREFIX + "arena_bytes", "Bytes of the arena by state", labels=["state"]
+    )
     for state, nbytes in arena["bytes"].items():
         parts.add_metric([state], nbytes)
     yield parts
@@ -120,7 +143,9 @@ def _groups(namespaces: Iterable[Mapping[str, Any]]) -> Iterator[Metric]:
         return kind(PREFIX + name, text, labels=[*GROUP_LABELS, *more])
 
     size = labelled(GaugeMetricFamily, "group_slot_bytes", "Bytes of one slot of the object group")
-    slots = labelled(GaugeMetricFamily, "group_slots", "Slots of the object group by state", "state")
+    slots = labelled(
+        GaugeMetricFamily, "group_slots", "Slots of the object group by state", "state"
+    )
     hits = labelled(CounterMetricFamily, "group_hits", "Look-ups to which this group gave chunks")
     chunks = labelled(CounterMetricFamily, "group_hit_chunks", "Chunks of the group that hits used")
     misses = labelled(CounterMetricFamily, "group_misses", "Look-ups that this group cut short")
@@ -143,7 +168,9 @@ def _clients(clients: Iterable[Mapping[str, Any]]) -> Iterator[Metric]:
     yield _gauge("engines", "Engines that are connected", sum(1 for c in found if c["connected"]))
     workers = sum(1 for c in found for worker in c["workers"] if worker["alive"])
     yield _gauge("workers", "Worker processes of engines that are alive", workers)
-    yield _gauge("leases", "Leases that engines hold on slots they read", sum(c["leases"] for c in found))
+    yield _gauge(
+        "leases", "Leases that engines hold on slots they read", sum(c["leases"] for c in found)
+    )
     writing = "Slots that engines have reserved and are writing"
     yield _gauge("reservations", writing, sum(c["reservations"] for c in found))
 

@@ -7,6 +7,7 @@ of LMCache's better mode to ours. One JSON object as the last line (and in --out
 
 import argparse
 import json
+import os
 import statistics
 import sys
 from collections import defaultdict
@@ -63,7 +64,7 @@ def ratios(figures: Figures, ours: str) -> dict[str, dict[str, float]]:
     return result
 
 
-def table(figures: Figures, better: dict[str, dict[str, float]], memcpy: list[float]) -> str:
+def table(figures: Figures, better: dict[str, dict[str, float]], *memcpy: list[float]) -> str:
     names = list(dict.fromkeys(name for side in figures.values() for name in side))
     lines = [
         f"| | {' | '.join(figures)} | ours against the better |",
@@ -109,6 +110,8 @@ def main() -> None:
     shape = Shape(tokens=args.tokens, block=args.block)
     figures: Figures = defaultdict(lambda: defaultdict(list))
     memcpy: list[float] = []
+    shared: list[float] = []
+    load: list[float] = []
     common: dict[str, Any] = {"l1_gb": args.l1_gb, "shape": asdict(shape)}
     sides = [Side("ours", sys.executable, "tools.peers.ours_side", common)]
     try:
@@ -117,7 +120,7 @@ def main() -> None:
             for mode in args.modes.split(",")
         ]
         for number in range(args.rounds + 1):
-            rate = machine.memcpy_rates(3)["median"]
+            rates = machine.memcpy_rates(3), machine.memcpy_rates(3, shared=True)
             # Every other round the other way round: nobody always goes first.
             for side in sides if number % 2 else sides[::-1]:
                 found = round_of(side, number, shape.total_bytes / 1e9)
@@ -125,7 +128,9 @@ def main() -> None:
                     for name, value in found.items():
                         figures[side.name][name].append(value)
             if number:
-                memcpy.append(rate)
+                memcpy.append(rates[0]["median"])
+                shared.append(rates[1]["median"])
+                load.append(os.getloadavg()[0])
             print(f"round {number} of {args.rounds}", file=sys.stderr)
         for _ in range(3):
             for side in sides:
@@ -137,12 +142,14 @@ def main() -> None:
         for side in sides:
             side.close()
     better = ratios(figures, "ours")
-    print(table(figures, better, memcpy))
+    print(table(figures, better, memcpy, shared))
     result = {
         "command": " ".join(["python -m tools.compare_lmcache", *sys.argv[1:]]),
         "machine": machine.describe(),
         "shape": asdict(shape) | {"bytes": shape.total_bytes},
+        "load_average": load,
         "memcpy_GBps": spread(memcpy),
+        "memcpy_into_shared_GBps": spread(shared),
         "figures": {
             side: {name: spread(values) | {"all": values} for name, values in found.items()}
             for side, found in figures.items()

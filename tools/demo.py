@@ -63,6 +63,7 @@ class Demo:
 
     def run(self, engine: Engine) -> Run:
         """Generate for all prompts, one after the other, and wait for the stores."""
+        engine.generate([tokens("warm-up", 64)], max_tokens=2)  # libraries load on first use
         outputs = engine.generate(PROMPTS, max_tokens=NEW)
         self.server.wait_idle()
         before, self._moved = self._moved, self._bytes()
@@ -132,45 +133,34 @@ def show(
 ) -> None:
     """Two tables and a verdict."""
     table = Table(title=f"{model}: {len(PROMPTS)} prompts that share {PREFIX} tokens")
-    for name in (
-        "run",
-        "TTFT",
-        "prompt tokens",
-        "from vLLM's cache",
-        "from the arena",
-        "stored",
-        "loaded",
-        "output",
-    ):
-        table.add_column(name, justify="left" if name in {"run", "output"} else "right")
+    for name in ("run", "mean TTFT", "prompt", "in vLLM", "in arena", "stored", "loaded", "output"):
+        table.add_column(
+            name, justify="left" if name in {"run", "output"} else "right", no_wrap=True
+        )
     for name, run in runs.items():
         right = run.tokens_equal_to_baseline and run.logprobs_equal_to_baseline
         table.add_row(
-            name,
+            name.replace("_", " "),
             f"{run.ttft_s * 1e3:.0f} ms",
             f"{run.prompt_tokens}",
             f"{run.local_hit_tokens}",
             f"{run.external_hit_tokens}",
-            f"{run.bytes_stored / 2**20:.2f} MiB",
-            f"{run.bytes_loaded / 2**20:.2f} MiB",
+            f"{run.bytes_stored / 2**20:.1f} MiB",
+            f"{run.bytes_loaded / 2**20:.1f} MiB",
             "[green]equal[/]" if right else "[red]DIFFERENT[/]",
         )
     console.print(table)
+    console.print(
+        "[dim]tokens of the prompts, of these found in vLLM's own cache and in the arena; bytes moved[/]\n"
+    )
     table = Table(title="KV cache groups")
-    for name in (
-        "group",
-        "kind",
-        "found as",
-        "window",
-        "block size",
-        "layers",
-        "slots used",
-        "slot bytes",
-    ):
-        table.add_column(name, justify="right" if name not in {"kind", "found as"} else "left")
+    for name in ("group", "kind", "rule", "window", "block", "layers", "slots", "slot bytes"):
+        table.add_column(
+            name, justify="left" if name in {"kind", "rule"} else "right", no_wrap=True
+        )
     for g in groups:
         table.add_row(
-            f"{g['kv_cache_group']}", g["kind"], g["rule"], f"{g['window'] or '–'}", f"{g['block_size']}",
+            f"{g['kv_cache_group']}", g["kind"].removesuffix("Spec"), g["rule"], f"{g['window'] or '–'}", f"{g['block_size']}",
             f"{g['layers']}", f"{g['slots_used']}", f"{g['slot_bytes']:,}",
         )  # fmt: skip
     console.print(table)

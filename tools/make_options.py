@@ -26,7 +26,7 @@ the nearest option or what is expected. `lmcache-shm config` shows every option,
 SECTIONS = {
     "both": ("Server and engine", "Set alike on both sides: that is how they find each other."),
     "server": ("Server", "Flags of `lmcache-shm server`."),
-    "engine": ("Engine", 'Keys of `kv_connector_extra_config` in `--kv-transfer-config`.'),
+    "engine": ("Engine", "Keys of `kv_connector_extra_config` in `--kv-transfer-config`."),
 }
 
 

@@ -11,10 +11,12 @@ import argparse
 import json
 import os
 import random
+import re
 import time
 from pathlib import Path
 
 import numpy as np
+from rich._export_format import CONSOLE_SVG_FORMAT
 from rich.console import Console
 
 from lmcache_shm.catalog.keys import ChunkKeys, seed
@@ -52,7 +54,7 @@ MODELS = {
         256,
         [
             GroupInfo("full", "full", 0, [1], 12, [16]),
-            GroupInfo("window 128", "window", 128, [0], 12, [16]),
+            GroupInfo("window-128", "window", 128, [0], 12, [16]),
         ],
         [786_432, 393_216],
     ),
@@ -144,7 +146,7 @@ def main() -> None:
         time.sleep(1 / given.per_second)
     if given.picture:
         width, height = map(int, given.size.split("x"))
-        with open(os.devnull, "w", encoding="utf-8") as nowhere:
+        with Path(os.devnull).open("w", encoding="utf-8") as nowhere:
             console = Console(
                 record=True,
                 width=width,
@@ -153,7 +155,10 @@ def main() -> None:
                 color_system="truecolor",
             )
             console.print(joined(frame(source.fetch(), history, View(width, height))))
-        console.save_svg(str(given.picture), title="lmcache-shm top")
+        # Without fonts from elsewhere: a picture should show the same on any machine.
+        plain = re.sub(r"@font-face \{\{.*?\}\}\s*", "", CONSOLE_SVG_FORMAT, flags=re.DOTALL)
+        plain = plain.replace("Fira Code", "Menlo, Consolas, DejaVu Sans Mono")
+        console.save_svg(str(given.picture), title="lmcache-shm top", code_format=plain)
     for engine in engines:
         engine.close()
     source.close()

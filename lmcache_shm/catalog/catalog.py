@@ -150,8 +150,8 @@ class Catalog:
             group.commits += len(mine)
             group.reserved -= len(mine)
             slots.counters["tokens_committed"] += len(mine) * group.leading
+            slots.counters["bytes_committed"] += len(mine) * group.size
         slots.counters["commits"] += len(rows)
-        slots.counters["bytes_committed"] += slots.bytes_of(rows)
         slots.changes += 1
         return len(rows)
 
@@ -230,9 +230,12 @@ class Catalog:
         """The most recently used cached chunks of a namespace (None or negative: of all), by prefix."""
         return report.tree(self._slots, ns, limit)
 
-    def check(self) -> list[str]:
-        """Findings of arena.check, and where the index and the table disagree; empty when all is well."""
-        return audit.check(self._slots)
+    def check(self, *, thorough: bool | None = None) -> list[str]:
+        """Findings of arena.check, and where the index and the table disagree; empty when all is well.
+
+        With more than audit.THOROUGH slots in use only numbers are compared, unless `thorough` is True.
+        """
+        return audit.check(self._slots, thorough=thorough)
 
     @property
     def tick(self) -> int:

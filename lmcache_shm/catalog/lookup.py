@@ -14,7 +14,9 @@ from lmcache_shm.catalog.keys import KEY
 from lmcache_shm.catalog.namespace import Group, Namespace
 from lmcache_shm.catalog.slots import Slots
 
-MOST_HITS = np.uint16(65535)
+PIN = np.uint64(1 << 32)
+HIT = np.uint64(1 << 16)
+ALL_HITS = np.uint64(0xFFFF << 16)
 FIRST_LOOK = 64
 """Keys probed before looking whether the prefix goes on; then twice as many, and so on."""
 
@@ -41,7 +43,7 @@ class Lookup:
         counters = self._slots.counters
         counters["acquires"] += 1
         if high <= 0:
-            return self._nothing(space, 0)
+            return Hit(0, [0] * len(space.groups), [NO_ROWS] * len(space.groups))
         names = split(keys[: high * KEY])
         held, reach = self._probe(space, names, start)
         n = 0
@@ -105,28 +107,39 @@ class Lookup:
         for group, rows in zip(space.groups, held, strict=True):
             need = needed(group.spec.rule, size, n, local_tokens) if n else range(0)
             mine = rows[need.start : need.stop]
+            first.append(need.start)
+            pinned.append(mine)
             if len(mine):
-                slots.pins[mine] += np.uint32(1)
-                hits = slots.hits[mine]
-                slots.hits[mine] = hits + (hits < MOST_HITS)
                 slots.counters["bytes_acquired"] += len(mine) * group.size
                 group.hits += len(mine)
                 group.served += 1
-            first.append(need.start)
-            pinned.append(mine)
             # The whole prefix counts as used, also what the engine holds itself.
-            use = rows[: max(n, start)] if group.full else mine
             at = 0 if group.full else need.start
-            there = use >= 0
-            ticks = np.uint64(top - at) - np.arange(len(use), dtype=np.uint64)
-            slots.ticks[use[there]] = ticks[there]
+            use = rows[at : max(n, start) if group.full else need.stop]
+            self._touch(use, need.start - at if n else len(use), top - at)
         slots.tick = space.last_tick = top
         slots.counters["hit_chunks"] += max(n - start, 0)
         slots.counters["hit_tokens"] += max(n * size - local_tokens, 0)
         return Hit(n, first, pinned)
 
-    def _nothing(self, space: Namespace, n: int) -> Hit:
-        return Hit(0, [0] * len(space.groups), [NO_ROWS] * len(space.groups))
+    def _touch(self, rows: Rows, pinned: int, tick: int) -> None:
+        """Rows of consecutive chunks were used, the first one at `tick`; those from `pinned` on get a pin.
+
+        Negative ones are no rows. One gather and one scatter of whole hot rows (see hot_words).
+        """
+        there = rows >= 0
+        ticks = np.uint64(tick) - np.arange(len(rows), dtype=np.uint64)
+        if not there.all():
+            pinned = int(there[:pinned].sum())
+            rows, ticks = rows[there], ticks[there]
+        if not len(rows):
+            return
+        hot = self._slots.words[rows]
+        hot[:, 1] = ticks
+        hot[pinned:, 0] += PIN
+        counted = hot[pinned:, 3]
+        counted += HIT * ((counted & ALL_HITS) != ALL_HITS)
+        self._slots.words[rows] = hot
 
     def _reason(
         self, space: Namespace, names: list[bytes], held: list[Rows], n: int, reach: int

@@ -6,7 +6,7 @@ from lmcache_shm.arena.check import bad_slabs, bound_rows, duplicates, misplaced
 from lmcache_shm.arena.clients import read_clients
 from lmcache_shm.arena.layout import FLAG_DROP, Mask, Rows, SlotState, seal
 from lmcache_shm.catalog.namespace import CatalogError
-from lmcache_shm.catalog.slots import FIRST_TICK, Slots
+from lmcache_shm.catalog.slots import FIRST_TICK, LAST_TICK, Slots
 
 
 def recover(slots: Slots) -> dict[str, int]:
@@ -33,6 +33,7 @@ def recover(slots: Slots) -> dict[str, int]:
     rows = np.flatnonzero(committed).astype(np.int32)
     _index(slots, rows)
     slots.used = len(rows) + int(quarantined.sum())
+    hot["tick"][hot["tick"] > LAST_TICK] = FIRST_TICK  # the seal does not cover it
     slots.tick = max(FIRST_TICK, int(hot["tick"].max(initial=0)))
     slots.allocator.adopt_extents(slots.allocator.extents().tolist())
     slots.allocator.release_empty()

@@ -72,7 +72,7 @@ class Reserver:
         self, space: Namespace, group: Group, picks: Picks, entries: Entries, out: Rows
     ) -> None:
         names = entries.names
-        wanted = [names[i] for i in picks.tolist()]
+        wanted = names if len(picks) == len(names) else [names[i] for i in picks.tolist()]
         found = group.index.rows(wanted)
         known = found >= 0
         if known.any():
@@ -80,7 +80,7 @@ class Reserver:
             out[picks[known]] = np.where(there, EXISTS, BUSY)
             picks = picks[~known]
             wanted = [names[i] for i in picks.tolist()]
-        if len(set(wanted)) < len(wanted):
+        if len(np.unique(entries.keys[picks, 0])) < len(picks):
             picks = self._first_of_each(picks, wanted, out)
             wanted = [names[i] for i in picks.tolist()]
         if not len(picks):

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from lmcache_shm.arena.allocator import SlabAllocator
-from lmcache_shm.arena.layout import COLD_DTYPE, FLAG_DROP, U64, Mask, Rows, SlotState
+from lmcache_shm.arena.layout import COLD_DTYPE, FLAG_DROP, U64, Mask, Rows, SlotState, hot_words
 from lmcache_shm.arena.segment import Arena
 from lmcache_shm.catalog.index import split
 from lmcache_shm.catalog.keys import KEY
@@ -15,6 +15,7 @@ from lmcache_shm.catalog.namespace import Group, Namespace
 
 FIRST_TICK = 1 << 32
 """Ticks start here, so that a row may be made older than any that is in use."""
+LAST_TICK = 1 << 62
 
 COUNTERS = (
     "evictions", "rebinds", "stores_skipped_full", "stores_skipped_busy", "stores_exist", "commits",
@@ -43,9 +44,9 @@ class Slots:
         self.changes = 0
         """Raised whenever rows may have become evictable."""
         hot = arena.hot
+        self.words = hot_words(hot)
         self.state, self.flags, self.pins = hot["state"], hot["flags"], hot["pins"]
         self.ticks: U64 = hot["tick"]
-        self.hits = hot["hits"]
         self._parents = arena.regions.cold + PARENT_AT
 
     def parent_of(self, row: int) -> bytes:
@@ -77,14 +78,13 @@ class Slots:
 
     def evict(self, rows: Rows) -> None:
         """Committed, unpinned rows leave: out of the index, FREE, remembered as ghosts."""
-        if not len(rows):
-            return
         for group, mine in self.owners(rows):
+            keys = self.arena.cold["key"][mine]
+            group.index.remove(split(keys.tobytes()))
+            self.ghosts.add(keys)
             group.evictions += len(mine)
-        self.forget(rows)
-        self.ghosts.add(self.arena.cold["key"][rows])
-        self.counters["evictions"] += len(rows)
-        self.counters["bytes_evicted"] += self.bytes_of(rows)
+            self.counters["evictions"] += len(mine)
+            self.counters["bytes_evicted"] += len(mine) * group.size
         self.free(rows)
 
     def free(self, rows: Rows) -> None:

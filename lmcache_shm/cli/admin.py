@@ -45,12 +45,13 @@ def _status_lines(s: dict[str, Any]) -> list[str]:
     server, arena, counters = s["server"], s["arena"], s["counters"]
     nbytes, slots = arena["bytes"], arena["slots"]
     held = ", ".join(f"{name} {slots[name]}" for name in ("pinned", "reserved", "quarantined"))
+    share = percent(nbytes["used"], arena["data_bytes"])
+    used = f"{size(nbytes['used'])} of {size(arena['data_bytes'])} used ({share})"
+    up = f"up {duration(server['uptime_s'])}{', draining' if server['draining'] else ''}"
     done = {"look-ups": "acquires", "slots stored": "commits", "evicted": "evictions"}
     lines = [
-        f"server    {server['instance']}, pid {server['pid']}, version {server['version']}, "
-        + f"up {duration(server['uptime_s'])}{', draining' if server['draining'] else ''}",
-        f"arena     {size(nbytes['used'])} of {size(arena['data_bytes'])} used "
-        + f"({percent(nbytes['used'], arena['data_bytes'])}), {count(slots['used'])} slots; {held}",
+        f"server    {server['instance']}, pid {server['pid']}, version {server['version']}, {up}",
+        f"arena     {used}, {count(slots['used'])} slots; {held}",
         "work      " + ", ".join(f"{count(counters.get(n, 0))} {word}" for word, n in done.items()),
     ]
     hit, asked = counters.get("hit_tokens", 0), counters.get("query_tokens", 0)

@@ -32,9 +32,13 @@ def doctor(
     *,
     kv_transfer_config: Annotated[
         str | None,
-        typer.Option(metavar="JSON", help="Check what is meant for `vllm serve --kv-transfer-config`."),
+        typer.Option(
+            metavar="JSON", help="Check what is meant for `vllm serve --kv-transfer-config`."
+        ),
     ] = None,
-    problems_only: Annotated[bool, typer.Option("--quiet", "-q", help="Show only what needs mending.")] = False,
+    problems_only: Annotated[
+        bool, typer.Option("--quiet", "-q", help="Show only what needs mending.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON array of findings.")] = False,
     **given: Any,
 ) -> None:
@@ -59,7 +63,9 @@ def examine(given: dict[str, Any], transfer_config: str | None = None) -> Iterat
     except ConfigError as error:
         if any(value is not None for value in given.values()):
             raise  # what was typed is told as for any other command
-        yield problem("environment", str(error), "unset it, or correct its name (lmcache-shm config)")
+        yield problem(
+            "environment", str(error), "unset it, or correct its name (lmcache-shm config)"
+        )
         config = server_config(given, {})
     wanted_by_engine = None
     if transfer_config is not None:
@@ -68,7 +74,8 @@ def examine(given: dict[str, Any], transfer_config: str | None = None) -> Iterat
     config = _met(config, wanted_by_engine)
     path = socket_path(config)
     owner = leftovers.owner(config.instance, path.parent)
-    yield from host.examine_host(int(config.l1_size_gb * 2**30), running=bool(owner))
+    has_arena = leftovers.has_arena(config.instance, path.parent)
+    yield from host.examine_host(int(config.l1_size_gb * 2**30), has_arena=has_arena)
     yield from server.runtime_directory(path.parent, config.instance)
     yield from leftovers.examine(path.parent)
     yield from _server(config, wanted_by_engine, path, owner)
@@ -92,7 +99,9 @@ def _server(config: Config, wanted: Config | None, path: Path, owner: int) -> It
         hello, snapshot, broken = server.greet(path)
     except ControlError as error:
         if wanted is not None and wanted.autostart_gb and not owner:
-            yield Finding("server", "ok", "none is running; the engine will start one (autostart_gb)")
+            yield Finding(
+                "server", "ok", "none is running; the engine will start one (autostart_gb)"
+            )
         else:
             yield from server.no_answer(path, config.instance, owner, error)
         return

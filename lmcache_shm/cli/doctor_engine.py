@@ -102,14 +102,18 @@ def transfer_config(
         given = json.loads(text)
     except ValueError as error:
         hint = "quote it for the shell with '…' outside and \"…\" inside"
-        return [problem(area, f"--kv-transfer-config is not JSON: {error}", f"{hint}: {GOOD_LINE}")], None
+        return [
+            problem(area, f"--kv-transfer-config is not JSON: {error}", f"{hint}: {GOOD_LINE}")
+        ], None
     if not isinstance(given, dict):
         return [problem(area, "--kv-transfer-config is not a JSON object", GOOD_LINE)], None
     findings = [*_members(given), *_connector(given)]
     extra = given.get("kv_connector_extra_config") or {}
     if not isinstance(extra, dict):
         findings.append(
-            problem(area, "kv_connector_extra_config is not an object", '"kv_connector_extra_config":{}')
+            problem(
+                area, "kv_connector_extra_config is not an object", '"kv_connector_extra_config":{}'
+            )
         )
         return findings, None
     try:
@@ -126,7 +130,9 @@ def transfer_config(
             )
         )
     if not any(finding.level == "problem" for finding in findings):
-        set_here = [f"{n}={getattr(config, n)}" for n, o in config.origins.items() if o != "default"]
+        set_here = [
+            f"{n}={getattr(config, n)}" for n, o in config.origins.items() if o != "default"
+        ]
         findings.append(ok(area, "valid" + (f": {', '.join(set_here)}" if set_here else "")))
     return findings, config
 
@@ -158,15 +164,21 @@ def _connector(given: Mapping[str, Any]) -> Iterator[Finding]:
         )
     elif name not in {CONNECTOR, ALIAS}:
         near = name and difflib.get_close_matches(str(name), [CONNECTOR], n=1)
-        text = f"kv_connector is {name!r}" + (f"; did you mean {CONNECTOR}?" if near else ", not ours")
+        text = f"kv_connector is {name!r}" + (
+            f"; did you mean {CONNECTOR}?" if near else ", not ours"
+        )
         yield problem(area, text, f'"kv_connector":"{CONNECTOR}"')
     elif module not in {None, MODULE}:
         yield problem(
-            area, f"kv_connector_module_path is {module!r}", f'"kv_connector_module_path":"{MODULE}"'
+            area,
+            f"kv_connector_module_path is {module!r}",
+            f'"kv_connector_module_path":"{MODULE}"',
         )
     role = given.get("kv_role")
     if role != "kv_both":
-        yield problem(area, f"kv_role is {role!r}; a cache both stores and loads", '"kv_role":"kv_both"')
+        yield problem(
+            area, f"kv_role is {role!r}; a cache both stores and loads", '"kv_role":"kv_both"'
+        )
 
 
 # ------------------------------------------------------------------------------------- running engines
@@ -178,7 +190,12 @@ def running_engines() -> list[tuple[int, list[str]]]:
             try:
                 if entry.stat().st_uid != os.geteuid():
                     continue
-                words = Path(entry.path, "cmdline").read_bytes().decode(errors="replace").split("\0")[:-1]
+                words = (
+                    Path(entry.path, "cmdline")
+                    .read_bytes()
+                    .decode(errors="replace")
+                    .split("\0")[:-1]
+                )
             except OSError:
                 continue
             if _serves(words):
@@ -214,4 +231,6 @@ def engines(found: list[tuple[int, list[str]]]) -> Iterator[Finding]:
         else:
             for finding in transfer_config(given)[0]:
                 if finding.level != "ok":
-                    yield Finding(finding.area, finding.level, f"engine {pid}: {finding.text}", finding.remedy)
+                    yield Finding(
+                        finding.area, finding.level, f"engine {pid}: {finding.text}", finding.remedy
+                    )

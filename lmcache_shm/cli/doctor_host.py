@@ -18,9 +18,11 @@ FEW_FILES = 1024
 """A server has up to three descriptors per connection, and 128 connections."""
 
 
-def examine_host(wanted_bytes: int, *, running: bool, root: Path = Path("/")) -> Iterator[Finding]:
-    """Can a server of `wanted_bytes` start here, and will it be quick? `running`: one has its memory already."""
-    yield from shared_memory(wanted_bytes, running=running)
+def examine_host(
+    wanted_bytes: int, *, has_arena: bool, root: Path = Path("/")
+) -> Iterator[Finding]:
+    """Can a server of `wanted_bytes` start here, and will it be quick? `has_arena`: the memory is reserved already."""
+    yield from shared_memory(wanted_bytes, has_arena=has_arena)
     yield from users()
     yield from log_out(root)
     yield from user_limits(wanted_bytes, gpu=(root / "proc/driver/nvidia/version").exists())
@@ -29,7 +31,11 @@ def examine_host(wanted_bytes: int, *, running: bool, root: Path = Path("/")) ->
 
 
 def shared_memory(
-    wanted_bytes: int, *, running: bool, bounds: Sequence[Limit] | None = None, total: int | None = None
+    wanted_bytes: int,
+    *,
+    has_arena: bool,
+    bounds: Sequence[Limit] | None = None,
+    total: int | None = None,
 ) -> Iterator[Finding]:
     """`bounds` and `total` replace what this host says."""
     area = "shared memory"
@@ -49,10 +55,12 @@ def shared_memory(
             f"Memory at {SHM_DIR})",
         )
     else:
-        yield ok(area, f"{SHM_DIR} has {size(total)}" if total else f"{SHM_DIR} has no limit of its own")
+        yield ok(
+            area, f"{SHM_DIR} has {size(total)}" if total else f"{SHM_DIR} has no limit of its own"
+        )
     for limit in bounds:
         yield ok(area, f"{limit.what}: {size(limit.free)} left")
-    if running:
+    if has_arena:
         return
     try:
         check_room(wanted_bytes, bounds)
@@ -77,7 +85,10 @@ def users(most: int = 4) -> Iterator[Finding]:
     for nbytes, name in sorted(found, reverse=True)[:most]:
         if nbytes >= 1 << 20:
             who = ", ".join(f"{command} ({pid})" for pid, command in mapped.get(name, [])[:3])
-            yield ok("shared memory", f"{SHM_DIR}/{name}: {size(nbytes)}, mapped by {who or 'nobody we can see'}")
+            yield ok(
+                "shared memory",
+                f"{SHM_DIR}/{name}: {size(nbytes)}, mapped by {who or 'nobody we can see'}",
+            )
 
 
 def _mapped(names: set[str]) -> dict[str, list[tuple[int, str]]]:
@@ -101,11 +112,16 @@ def log_out(root: Path = Path("/"), uid: int | None = None) -> Iterator[Finding]
     uid = os.geteuid() if uid is None else uid
     if uid < FIRST_NORMAL_UID or not (root / "run/systemd/seats").is_dir():
         return
-    places = [root / "etc/systemd/logind.conf", *sorted((root / "etc/systemd/logind.conf.d").glob("*.conf"))]
+    places = [
+        root / "etc/systemd/logind.conf",
+        *sorted((root / "etc/systemd/logind.conf.d").glob("*.conf")),
+    ]
     chosen = "yes"
     for place in places:
         with contextlib.suppress(OSError):
-            for found in re.findall(r"^\s*RemoveIPC\s*=\s*(\w+)", place.read_text(encoding="utf-8"), re.MULTILINE):
+            for found in re.findall(
+                r"^\s*RemoveIPC\s*=\s*(\w+)", place.read_text(encoding="utf-8"), re.MULTILINE
+            ):
                 chosen = found.lower()
     if chosen in {"yes", "true", "1", "on"}:
         yield note(
@@ -120,7 +136,9 @@ def user_limits(wanted_bytes: int, *, gpu: bool) -> Iterator[Finding]:
     files = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
     if files != resource.RLIM_INFINITY and files < wanted_bytes:
         yield problem(
-            area, f"the file size limit is {size(files)}, less than the arena", "ulimit -f unlimited"
+            area,
+            f"the file size limit is {size(files)}, less than the arena",
+            "ulimit -f unlimited",
         )
     descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if descriptors < FEW_FILES:

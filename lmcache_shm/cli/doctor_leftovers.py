@@ -10,7 +10,15 @@ from lmcache_shm.cli.findings import Finding, note, ok
 
 def owner(instance: str, folder: Path) -> int:
     """Pid of the live server that has this instance's arena or lock; 0 if none has (or it is unknown)."""
-    return max((entry.pid for entry in leftovers(folder) if entry.live and entry.instance == instance), default=0)
+    return max(
+        (entry.pid for entry in leftovers(folder) if entry.live and entry.instance == instance),
+        default=0,
+    )
+
+
+def has_arena(instance: str, folder: Path) -> bool:
+    """Whether this instance has its memory already: of a live server, or left for the next one."""
+    return any(entry.kind == "data" and entry.instance == instance for entry in leftovers(folder))
 
 
 def examine(folder: Path) -> Iterator[Finding]:

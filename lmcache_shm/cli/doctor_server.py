@@ -8,9 +8,9 @@ from typing import Any
 
 from lmcache_shm import __version__
 from lmcache_shm.arena.memory import SHM_DIR
-from lmcache_shm.cli.figures import count, duration, percent
+from lmcache_shm.cli.doctor_use import compare_namespaces, examine_use
+from lmcache_shm.cli.figures import duration
 from lmcache_shm.cli.findings import Finding, note, ok, problem
-from lmcache_shm.cli.namespaces import unshared
 from lmcache_shm.control.connection import (
     Connection,
     ControlError,
@@ -29,9 +29,6 @@ from lmcache_shm.control.messages import (
 )
 from lmcache_shm.control.processes import stat as process_stat
 
-SHORT_LIFE_S = 60.0
-"""A cache whose coldest chunk is younger than this turns over too fast to be of use."""
-ENOUGH_LOOKUPS = 3
 Snapshot = Mapping[str, Any]
 
 
@@ -41,7 +38,11 @@ def runtime_directory(path: Path, instance: str) -> Iterator[Finding]:
     area, elsewhere = "runtime directory", "export LMCACHE_SHM_RUNTIME_DIR=$HOME/.lmcache-shm"
     socket_bytes = len(os.fsencode(path / f"{instance}.sock"))
     if socket_bytes > 107:  # sockaddr_un
-        yield problem(area, f"the socket's path in {path} has {socket_bytes} bytes, 107 are allowed", elsewhere)
+        yield problem(
+            area,
+            f"the socket's path in {path} has {socket_bytes} bytes, 107 are allowed",
+            elsewhere,
+        )
         return
     try:
         facts = path.lstat()
@@ -65,7 +66,11 @@ def runtime_directory(path: Path, instance: str) -> Iterator[Finding]:
             elsewhere,
         )
     elif facts.st_mode & 0o077:
-        yield problem(area, f"{path} is open to other users (mode {facts.st_mode & 0o777:o})", f"chmod 700 {path}")
+        yield problem(
+            area,
+            f"{path} is open to other users (mode {facts.st_mode & 0o777:o})",
+            f"chmod 700 {path}",
+        )
     else:
         yield ok(area, f"{path}, mode 700")
 
@@ -80,7 +85,11 @@ def no_answer(path: Path, instance: str, owner: int, error: ControlError) -> Ite
     if owner and process_stat(owner)[0] in {"T", "t"}:
         yield problem(area, f"server {owner} is stopped", f"kill -CONT {owner}")
     elif isinstance(error, DeadlineExceeded):
-        yield problem(area, f"the server does not answer: {error}", f"kill {owner or 'PID'}, then start it again")
+        yield problem(
+            area,
+            f"the server does not answer: {error}",
+            f"kill {owner or 'PID'}, then start it again",
+        )
     elif owner:
         other = [p for p in _sockets() if p.name == f"{instance}.sock" and p != path]
         where = other[0].parent if other else Path("DIR")
@@ -92,7 +101,11 @@ def no_answer(path: Path, instance: str, owner: int, error: ControlError) -> Ite
             f'(for engines: "lmcache_shm.runtime_dir":"{where}")',
         )
     else:
-        running = sorted(p.stem for p in _sockets() if p.parent == path.parent and p.suffix == ".sock" and p != path)
+        running = sorted(
+            p.stem
+            for p in _sockets()
+            if p.parent == path.parent and p.suffix == ".sock" and p != path
+        )
         text = f"no server of instance {instance} is running"
         if running:
             text += f"; running here: {', '.join(running)}"
@@ -151,12 +164,20 @@ def health(hello: HelloReply, snapshot: Snapshot, broken: list[str]) -> Iterator
             "share it: docker run --ipc=host (or --ipc=container:SERVER) for both",
         )
     if broken:
-        yield problem(area, f"the slot table is inconsistent: {broken[0]}", "lmcache-shm check; then restart with --fresh")
+        yield problem(
+            area,
+            f"the slot table is inconsistent: {broken[0]}",
+            "lmcache-shm check; then restart with --fresh",
+        )
     if server["draining"]:
-        yield problem(area, "the server is draining: it takes no new work", f"start another: {_start_line(hello.instance)}")
+        yield problem(
+            area,
+            "the server is draining: it takes no new work",
+            f"start another: {_start_line(hello.instance)}",
+        )
     yield from _engines_of(snapshot)
-    yield from _use(snapshot)
-    yield from namespaces(snapshot)
+    yield from examine_use(snapshot)
+    yield from compare_namespaces(snapshot)
 
 
 def _engines_of(snapshot: Snapshot) -> Iterator[Finding]:
@@ -170,93 +191,27 @@ def _engines_of(snapshot: Snapshot) -> Iterator[Finding]:
         title = f"engine {client['engine_id']} (pid {client['pid'] or '?'})"
         dead = [str(worker["rank"]) for worker in client["workers"] if not worker["alive"]]
         stopped = [
-            str(w["pid"]) for w in client["workers"] if w["alive"] and process_stat(w["pid"])[0] in {"T", "t"}
+            str(w["pid"])
+            for w in client["workers"]
+            if w["alive"] and process_stat(w["pid"])[0] in {"T", "t"}
         ]
         if dead and client["connected"]:
-            yield problem("engines", f"{title}: workers of rank {', '.join(dead)} are gone", "restart the engine")
+            yield problem(
+                "engines",
+                f"{title}: workers of rank {', '.join(dead)} are gone",
+                "restart the engine",
+            )
         if stopped:
-            yield problem("engines", f"{title}: workers are stopped", f"kill -CONT {' '.join(stopped)}")
+            yield problem(
+                "engines", f"{title}: workers are stopped", f"kill -CONT {' '.join(stopped)}"
+            )
         if client["connected"]:
-            yield ok("engines", f"{title}: {len(client['workers'])} workers, {client['leases']} leases")
+            yield ok(
+                "engines", f"{title}: {len(client['workers'])} workers, {client['leases']} leases"
+            )
         elif client["quarantined"]:
             yield note(
                 "engines",
                 f"{title} is gone; {client['quarantined']} slots stay in quarantine until its workers end",
                 "end what is left of that engine" if not stopped else "",
             )
-
-
-def _use(snapshot: Snapshot) -> Iterator[Finding]:
-    """Does it help, and if not, why?"""
-    counters, misses, arena = snapshot["counters"], snapshot["misses"], snapshot["arena"]
-    area, asked, served = "use", counters["query_tokens"], counters["hit_tokens"]
-    if asked:
-        yield ok(area, f"{percent(served, asked)} of {count(asked)} looked-up tokens were served from the arena")
-    if counters["acquires"] >= ENOUGH_LOOKUPS and not served:
-        ranked = sorted(((n, reason) for reason, n in misses.items() if n), reverse=True)
-        reason = ranked[0][1] if ranked else "never_seen"
-        text, remedy = WHY_NO_HITS.get(reason, (reason.replace("_", " "), "see docs/troubleshooting.md"))
-        yield problem(area, f"{counters['acquires']} look-ups and no hit: {text}", remedy)
-    for reason, (text, remedy) in ENGINE_SIDE.items():
-        if misses.get(reason):
-            yield note(area, f"{misses[reason]} times {text}", remedy)
-    if counters["stores_skipped_full"]:
-        yield problem(
-            area,
-            f"{counters['stores_skipped_full']} stores found no room that was not in use",
-            _larger(arena["data_bytes"]),
-        )
-    age = arena.get("coldest_age_s")
-    if counters["evictions"] and age is not None and age < SHORT_LIFE_S:
-        yield problem(
-            area,
-            f"the oldest chunk was used {duration(age)} ago: the arena turns over too fast to serve much",
-            _larger(arena["data_bytes"]),
-        )
-
-
-def _larger(data_bytes: int) -> str:
-    return f"lmcache-shm server --l1-size-gb {data_bytes * 2 / 2**30:g}"
-
-
-WHY_NO_HITS = {
-    "never_seen": (
-        "the prompts share no whole chunk with what was stored",
-        "compare prompt lengths with the chunk size; send one prompt twice to test (docs/troubleshooting.md)",
-    ),
-    "evicted": ("chunks are evicted before they are asked for", "start the server with a larger --l1-size-gb"),
-    "other_namespace": (
-        "the chunks were stored by an engine of other settings",
-        "lmcache-shm status   (shows what differs between the namespaces)",
-    ),
-    "incomplete_group": (
-        "one of the model's cache groups misses its part of each prefix",
-        "probe the model: lmcache-shm probe MODEL, and use the step budget that it prints",
-    ),
-    "identity": (
-        "the same tokens were stored under another cache salt, adapter or image",
-        "use the same cache_salt if the users may share",
-    ),
-    "collision": (
-        "the same tokens were stored under another cache salt, adapter or image",
-        "use the same cache_salt if the users may share",
-    ),
-}
-ENGINE_SIDE = {
-    "no_server": ("an engine looked up while there was no server", "keep the server running"),
-    "deadline": (
-        "the server answered too late",
-        'give it a free CPU, or raise "lmcache_shm.deadline_ms"',
-    ),
-    "lease_limit": ("too much was pinned at once", "lower --max-num-seqs of the engine"),
-}
-
-
-def namespaces(snapshot: Snapshot) -> Iterator[Finding]:
-    """One model in several namespaces: engines that could share, and do not."""
-    for name, first, other, differing in unshared(snapshot["namespaces"]):
-        yield note(
-            "use",
-            f"{name}: namespaces {first} and {other} share nothing: {'; '.join(differing[:4]) or 'see status'}",
-            "start the engines with equal settings if they should share",
-        )

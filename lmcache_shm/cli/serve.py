@@ -28,7 +28,7 @@ from lmcache_shm.cli.app import CommandError
 from lmcache_shm.cli.figures import size
 from lmcache_shm.config import OPTIONS, Config
 from lmcache_shm.control.link import socket_path
-from lmcache_shm.control.server import Server
+from lmcache_shm.control.server import Server, check_path
 from lmcache_shm.control.service import Service
 
 logger = logging.getLogger("lmcache_shm")
@@ -66,6 +66,7 @@ def run(config: Config) -> None:
     Raises ArenaError or OSError with a line for people.
     """
     path = socket_path(config)
+    check_path(path)
     lock = OwnerLock(path.parent, config.instance)
     lock.acquire()
     try:

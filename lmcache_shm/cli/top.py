@@ -197,7 +197,10 @@ class Screen:
 def _watch(source: Source, console: Console, interval: float) -> None:
     screen = Screen(_coloured(console), _is_ascii(console))
     lost_at: float | None = None
-    with Keyboard() as keyboard, Live(screen, console=console, screen=True, auto_refresh=False) as live:
+    with (
+        Keyboard() as keyboard,
+        Live(screen, console=console, screen=True, auto_refresh=False) as live,
+    ):
         due = time.monotonic()
         while True:
             now = time.monotonic()
@@ -232,7 +235,10 @@ class Keyboard:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         signal.signal(signal.SIGWINCH, signal.SIG_DFL)
         if self._fd >= 0:

@@ -76,9 +76,7 @@ class History:
     def ratios(self, part: str, whole: str, points: int, over_s: float) -> list[float | None]:
         """`part` over `whole` in `points` equal intervals that end now; None where `whole` stood still."""
         parts, wholes = self._bins([part, whole], points, over_s)
-        return [
-            a / b if b > 0 else None for (a, _), (b, _) in zip(parts, wholes, strict=True)
-        ]
+        return [a / b if b > 0 else None for (a, _), (b, _) in zip(parts, wholes, strict=True)]
 
     def _bins(
         self, names: Sequence[str], points: int, over_s: float

@@ -64,7 +64,9 @@ def groups(
     """A head, then by namespace its name and a line for each object group."""
     ranks = order(snapshot)
     columns = GROUPS.fitting(width, 15)
-    shown = [n for n in sorted_namespaces(snapshot["namespaces"], sort) if chosen in {None, n["id"]}]
+    shown = [
+        n for n in sorted_namespaces(snapshot["namespaces"], sort) if chosen in {None, n["id"]}
+    ]
     if not shown:
         return [line(width, ("no engine has registered yet", DIM))]
     lines = [columns.head(width)]
@@ -94,7 +96,9 @@ def _group(mark: Cell, group: Mapping[str, Any]) -> Iterator[Cell]:
     yield count(group["misses"])
     yield percent(group["served"], group["served"] + group["misses"])
     yield count(group["evictions"])
-    yield "/".join(map(str, dict.fromkeys(group.get("block_sizes") or [group.get("block_size") or "-"])))
+    yield "/".join(
+        map(str, dict.fromkeys(group.get("block_sizes") or [group.get("block_size") or "-"]))
+    )
     yield (count(group["pinned"]), "bold" if group["pinned"] else DIM)
     yield (count(group["reserved"]), "bold" if group["reserved"] else DIM)
 

@@ -63,7 +63,9 @@ def frame(snapshot: Snapshot, history: History, view: View) -> list[Text]:
     bottom = [_keys(view, width)] if view.keys else []
     room = view.height - len(top) - len(bottom) if view.height else 0
     if view.help:
-        body = _fill([Section("help", [line(width, text) for text in HELP.splitlines()], 1)], room, width)
+        body = _fill(
+            [Section("help", [line(width, text) for text in HELP.splitlines()], 1)], room, width
+        )
     elif width >= WIDE:
         left_width = (width - 2) * 3 // 5
         right_width = width - 2 - left_width
@@ -196,9 +198,7 @@ def _pressure_line(snapshot: Snapshot, history: History, width: int) -> Text:
 
 # --------------------------------------------------------------------------------------- the sections
 def _left(snapshot: Snapshot, view: View, width: int, room: int) -> list[Section]:
-    held = tables.groups(
-        snapshot, width, sort=view.sort, chosen=view.namespace, colour=view.colour
-    )
+    held = tables.groups(snapshot, width, sort=view.sort, chosen=view.namespace, colour=view.colour)
     chosen = [n for n in snapshot["namespaces"] if n["id"] == view.namespace]
     if chosen:
         held = [*tables.describe(chosen[0], width), *held]

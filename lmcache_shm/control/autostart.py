@@ -88,7 +88,9 @@ def _turn(path: Path, end: float) -> Iterator[None]:
                 break
             except BlockingIOError:
                 if time.monotonic() > end:
-                    raise AutostartError(f"another process is starting a server for too long ({path})") from None
+                    raise AutostartError(
+                        f"another process is starting a server for too long ({path})"
+                    ) from None
                 time.sleep(LOOK_S)
         yield
     finally:

@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 
+from lmcache_shm.arena.errors import RuntimeDirError
 from lmcache_shm.control.messages import Error, Message, decode_request, frame
 from lmcache_shm.control.processes import peer_credentials
 from lmcache_shm.control.service import Service
@@ -24,6 +25,8 @@ from lmcache_shm.control.wire import Budget, Malformed, Peer
 log = logging.getLogger("lmcache_shm")
 
 MAX_CONNECTIONS = 128
+MAX_PATH = 107
+"""Bytes that a sockaddr_un holds."""
 OUTBOX_BUDGET = 64 << 20
 """Bytes of answers that peers have not taken, over all connections; beyond it the largest goes."""
 TICK_S = 0.25
@@ -278,19 +281,23 @@ class Server:
 
 
 # ------------------------------------------------------------------------------------------ socket
+def check_path(path: Path) -> None:
+    """Raises RuntimeDirError when no socket can have this path."""
+    if len(os.fsencode(path)) > MAX_PATH:
+        raise RuntimeDirError(
+            f"the socket's path is longer than {MAX_PATH} bytes: {path}; use a shorter --runtime-dir"
+        )
+
+
 def listen(path: Path) -> socket.socket:
     """A listening socket at `path`, mode 0600. The caller owns the instance: what is there is stale.
 
-    Raises OSError, with a text for people.
+    Raises RuntimeDirError.
     """
-    if len(os.fsencode(path)) > 107:  # sockaddr_un
-        raise OSError(
-            errno.ENAMETOOLONG,
-            f"the socket's path is longer than 107 bytes: {path}; use a shorter --runtime-dir",
-        )
-    path.unlink(missing_ok=True)
+    check_path(path)
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
     try:
+        path.unlink(missing_ok=True)
         sock.setblocking(False)
         before = os.umask(0o177)
         try:
@@ -300,7 +307,7 @@ def listen(path: Path) -> socket.socket:
         sock.listen(MAX_CONNECTIONS)
     except OSError as error:
         sock.close()
-        raise OSError(error.errno, f"cannot listen at {path}: {error.strerror}") from None
+        raise RuntimeDirError(f"cannot listen at {path}: {error.strerror}") from None
     return sock
 
 

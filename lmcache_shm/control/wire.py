@@ -103,8 +103,12 @@ class Peer:
         return memoryview(frame)[LENGTH.size :]
 
     def has_frame(self) -> bool:
+        """Whether `next_frame` has something to say without more bytes: a whole frame, or a bad length."""
         have = len(self.inbox)
-        return have >= LENGTH.size and have >= LENGTH.size + LENGTH.unpack_from(self.inbox)[0]
+        if have < LENGTH.size:
+            return False
+        body: int = LENGTH.unpack_from(self.inbox)[0]
+        return have >= LENGTH.size + body or body > MAX_FRAME
 
     # ------------------------------------------------------------------------------------- out
     def send(self, data: bytearray, now: float) -> None:

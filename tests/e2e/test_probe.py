@@ -1,5 +1,7 @@
 """probe against what a real engine start has: the same groups, block sizes and page bytes."""
 
+import json
+import resource
 from typing import Any
 
 import pytest
@@ -92,3 +94,32 @@ def test_the_cuda_answer_needs_no_gpu(tmp_path: Any, monkeypatch: pytest.MonkeyP
         4096,
         4096,
     ]  # one head of two
+
+
+# What decides N in Qwen3-Next-80B-A3B's published config.json; depth and experts as published, too.
+QWEN3_NEXT = {
+    "architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next",
+    "hidden_size": 2048, "num_hidden_layers": 48, "num_attention_heads": 16,
+    "num_key_value_heads": 2, "head_dim": 256, "full_attention_interval": 4,
+    "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16, "linear_num_value_heads": 32, "num_experts": 512,
+    "num_experts_per_tok": 10, "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512,
+    "vocab_size": 151936, "max_position_embeddings": 262144, "torch_dtype": "bfloat16",
+}  # fmt: skip
+
+
+def test_a_model_of_80_billion_parameters_takes_no_memory(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """N = 544 on a GPU is what vLLM's users see for this model (vllm-project/vllm#32492)."""
+    for variable, value in load("qwen3_5").environment().items():
+        monkeypatch.setenv(variable, value)
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3_NEXT))
+
+    facts = probe.resolve(str(tmp_path), [], "cuda:9.0")
+    advice = probe.advise(str(tmp_path), [], facts)
+
+    assert (advice.n, advice.auto_chunk, advice.max_num_batched_tokens) == (544, 544, 1087)
+    assert [len(group["layers"]) for group in facts["groups"]] == [12, 12, 12, 12]
+    peak_gib = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 2**20
+    assert peak_gib < 2

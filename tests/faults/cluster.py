@@ -1,5 +1,6 @@
-"""A server, some simulated engines, faults, and the proof at the end."""
+"""A server, some simulated engines, faults, and the proof that nothing was wrong, stuck or leaked."""
 
+import contextlib
 import json
 import os
 import select
@@ -8,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -16,13 +17,15 @@ from typing import Any, Self
 import numpy as np
 
 from lmcache_shm.arena.check import check
-from lmcache_shm.arena.layout import SlotState
+from lmcache_shm.arena.layout import FLAG_DROP, SlotState
+from lmcache_shm.arena.leftovers import leftovers, purge
 from lmcache_shm.arena.segment import attach
 from lmcache_shm.config import Config
 from lmcache_shm.control.connection import Connection, ControlError
 from lmcache_shm.control.link import socket_path
 from lmcache_shm.control.messages import PROTOCOL, Hello, Status, StatusReply
 from tests.faults import failpoints
+from tests.faults.engines import EngineProcess, state_of
 
 SERVER = (
     "import ctypes; ctypes.CDLL(None).prctl(1, 15)\n"
@@ -30,8 +33,11 @@ SERVER = (
     "from tests.faults.sabotage import install; install()\n"
     "from lmcache_shm.cli.app import main; main()"
 )
-SIZE_GB = "0.0625"
-WAIT_S = 30.0
+SIZE_GB = "0.015625"  # 16 MiB: about 58 chunks, a quarter of what the engines want
+STOP_S = 0.6
+"""How long a process stays stopped: longer than any deadline, so that others must have given up on it."""
+WAIT_S = 60.0
+SHM = Path("/dev/shm")
 
 
 def until(condition: Callable[[], Any], what: str, seconds: float = WAIT_S) -> Any:
@@ -45,217 +51,215 @@ def until(condition: Callable[[], Any], what: str, seconds: float = WAIT_S) -> A
         time.sleep(0.01)
 
 
-def state_of(pid: int) -> str:
-    """The process's state letter; "" when it is gone."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return ""
-
-
-class EngineProcess:
-    """engine.py in a process of its own."""
-
-    def __init__(self, instance: str, engine_id: str, seed: int, faults: str = "[]", **options: Any) -> None:
-        self.options = {
-            "instance": instance, "engine_id": engine_id, "seed": seed, "world": 2, **options,
-        }  # fmt: skip
-        self.counts: Counter[str] = Counter()
-        self.workers: list[int] = []
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.faults.engine", json.dumps(self.options)],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1,
-            env=os.environ | {failpoints.VARIABLE: faults},
-        )  # fmt: skip
-
-    def tell(self, **order: Any) -> None:
-        assert self.process.stdin is not None
-        try:
-            self.process.stdin.write(json.dumps(order) + "\n")
-            self.process.stdin.flush()
-        except OSError:
-            pass  # it is dead; the answer will not come either
-
-    def answer(self, seconds: float = 120.0) -> dict[str, Any] | None:
-        """The next answer; None when the engine has ended."""
-        assert self.process.stdout is not None
-        ready, _, _ = select.select([self.process.stdout], [], [], seconds)
-        assert ready, f"engine {self.options['engine_id']} does not answer"
-        line = self.process.stdout.readline()
-        if not line:
-            return None
-        reply: dict[str, Any] = json.loads(line)
-        self.counts = Counter(reply["counts"])
-        self.workers = reply["workers"]
-        return reply
-
-    def ask(self, **order: Any) -> dict[str, Any] | None:
-        self.tell(**order)
-        return self.answer()
-
-    def end(self, number: int = 0) -> None:
-        """Ask it to quit, or send a signal; wait."""
-        if number:
-            self.process.send_signal(number)
-        else:
-            self.tell(quit=True)
-        if self.process.stdin is not None:
-            self.process.stdin.close()
-        self.process.wait(60)
-        if self.process.stdout is not None:
-            self.process.stdout.close()
-
-
 class Cluster:
     """A context manager; everything it started is gone after it."""
 
-    def __init__(self, instance: str, *flags: str, **environment: str) -> None:
+    def __init__(self, instance: str, *flags: str, size_gb: str = SIZE_GB, **environment: str) -> None:
         self.instance = instance
-        self.flags = flags
-        self.environment = environment
+        self.flags = ["--l1-size-gb", size_gb, "--chunk-size", "64", *flags]
+        base = Path(os.environ["LMCACHE_SHM_RUNTIME_DIR"]) / instance
+        self.log, self.marks, later = (base.with_suffix(s) for s in (".log", ".marks", ".fault"))
+        self.later = later
+        self.environment = {failpoints.MARKS: str(self.marks), **environment}
         self.engines: list[EngineProcess] = []
         self.ended: Counter[str] = Counter()
-        self.strikes = 0
-        """Processes that were found stopped or dead."""
+        """Counts of engines that are gone."""
         self.server: subprocess.Popen[bytes] | None = None
-        self.log = Path(os.environ["LMCACHE_SHM_RUNTIME_DIR"]) / f"{instance}.log"
+        self.restarts = 0
+        self.kept: list[tuple[int, int]] = []
+        """At each restart after a kill: slots committed before, slots adopted."""
+        self._started = 0
+        self._stopped: dict[int, float] = {}  # pid → when to wake it
+        self._read = 0
 
     # ------------------------------------------------------------------------------------ server
-    def start_server(self, faults: str = "[]") -> None:
+    def start_server(self, fault: dict[str, Any] | None = None) -> None:
         """Start it (again) and wait until it greets, or has died of its failpoint."""
+        environment = os.environ | self.environment | {
+            failpoints.AT_START: json.dumps(fault), failpoints.LATER: str(self.later),
+        }  # fmt: skip
         with self.log.open("ab") as log:
             self.server = subprocess.Popen(
-                [sys.executable, "-c", SERVER, "server", "--instance", self.instance,
-                 "--l1-size-gb", SIZE_GB, "--chunk-size", "64", "--keep-arena", *self.flags],
-                env=os.environ | {failpoints.VARIABLE: faults} | self.environment,
-                stdout=log, stderr=log,
+                [sys.executable, "-c", SERVER, "server", "--instance", self.instance, *self.flags],
+                env=environment, stdout=log, stderr=log,
             )  # fmt: skip
-        until(lambda: self.greets() or self.server_state() in {"", "Z", "T"}, "the server greets")
+        until(lambda: self.status() or self.server_state() in {"", "Z", "T"}, "the server greets")
+        if fault is None and self.server_state() in {"", "Z"}:
+            raise AssertionError(f"the server ended: {self.log.read_text()[-2000:]}")
 
-    def greets(self) -> bool:
-        try:
-            return self.status() is not None
-        except (ControlError, AssertionError):
-            return False
-
-    def status(self, seconds: float = 2.0) -> dict[str, Any] | None:
-        """The server's snapshot. Raises ControlError."""
+    def status(self, seconds: float = 5.0) -> dict[str, Any] | None:
+        """The server's snapshot; None when it cannot be reached."""
         if self.server_state() in {"", "Z", "T"}:
             return None
-        connection = Connection.open(
-            str(socket_path(Config(instance=self.instance))), Hello(PROTOCOL, "tool", pid=os.getpid()), seconds
-        )
+        path = str(socket_path(Config(instance=self.instance)))
         try:
-            return connection.call(Status(), StatusReply, seconds).snapshot
-        finally:
-            connection.close()
+            with contextlib.closing(Connection.open(path, Hello(PROTOCOL, "tool"), seconds)) as connection:
+                return connection.call(Status(), StatusReply, seconds).snapshot
+        except ControlError:
+            return None
+
+    def slots(self) -> dict[str, int]:
+        status = self.status()
+        assert status is not None
+        slots: dict[str, int] = status["arena"]["slots"]
+        return slots
 
     def server_state(self) -> str:
         return state_of(self.server.pid) if self.server is not None else ""
 
     def kill_server(self) -> int:
-        """SIGKILL; the number of committed slots that its arena held."""
+        """SIGKILL it; the number of committed slots that its arena holds."""
         assert self.server is not None
-        committed = self.committed()
         self.server.kill()
         self.server.wait()
-        return committed
+        return self.committed()
 
     def committed(self) -> int:
-        arena = attach(self.instance, writable_data=False)
+        with self.arena() as arena:
+            found = arena.hot["flags"] & FLAG_DROP == 0  # the others were cleared while in use
+            return int(np.count_nonzero(found & (arena.hot["state"] == SlotState.COMMITTED)))
+
+    @contextlib.contextmanager
+    def arena(self, *, writable: bool = False) -> Iterator[Any]:
+        arena = attach(self.instance, writable_data=writable)
         try:
-            return int(np.count_nonzero(arena.hot["state"] == SlotState.COMMITTED))
+            yield arena
         finally:
             arena.close()
 
-    def wake(self) -> None:
-        """Wake what is stopped (after a while), restart a dead server."""
-        for pid in self.all_pids():
-            if state_of(pid) == "T":
-                time.sleep(0.6)  # longer than the deadline: others must have given up on it by now
-                os.kill(pid, signal.SIGCONT)
-                self.strikes += 1
-        if self.server is not None and self.server_state() in {"", "Z"}:
-            self.server.wait()
-            self.strikes += 1
-            self.start_server()
+    def memory(self) -> dict[str, int]:
+        """Bytes that each of our names in /dev/shm takes: what `df` would say, whoever else is busy there."""
+        names = SHM.glob(f"lmcache_shm.{self.instance}*")
+        return {path.name: path.stat().st_blocks * 512 for path in names}
 
-    def revive(self) -> None:
-        """Whatever a failpoint did: wake and restart everything."""
-        self.wake()
-        for engine in [e for e in self.engines if state_of(e.process.pid) in {"", "Z"}]:
-            self.strikes += 1
-            self.bury(engine)
-            self.add_engine(engine.options["engine_id"] + "+", engine.options["seed"] + 1000)
-
-    def all_pids(self) -> list[int]:
-        pids = [self.server.pid] if self.server is not None else []
-        for engine in self.engines:
-            pids += [engine.process.pid, *engine.workers]
-        return pids
+    def arm_server(self, fault: dict[str, Any]) -> None:
+        assert self.server is not None
+        self.later.write_text(json.dumps(fault))
+        self.server.send_signal(signal.SIGUSR1)
 
     # ----------------------------------------------------------------------------------- engines
-    def add_engine(self, engine_id: str, seed: int, faults: str = "[]", **options: Any) -> EngineProcess:
-        engine = EngineProcess(self.instance, f"{self.instance}-{engine_id}", seed, faults, **options)
-        self.engines.append(engine)
-        engine.ask(wait_up=10.0)
-        return engine
+    def add_engines(self, *options: dict[str, Any]) -> list[EngineProcess]:
+        """Start engines side by side; they are up afterwards, unless the server is struck."""
+        new = []
+        for one in options:
+            self._started += 1
+            engine_id = f"{self.instance}-{self._started}"
+            options_ = {"instance": self.instance, "engine_id": engine_id, "seed": self._started} | one
+            new.append(EngineProcess(options_, self.environment))
+        self.engines += new
+        for engine in new:
+            engine.tell(wait_up=10.0)
+        return new
 
-    def bury(self, engine: EngineProcess) -> None:
+    def dismiss(self, engine: EngineProcess) -> None:
+        """An engine ends as engines should."""
+        if engine in self.engines:
+            self.engines.remove(engine)
+            self.ended += engine.counts
+            engine.end()
+
+    def _bury(self, engine: EngineProcess) -> None:
         """Forget an engine that has died; its counts stay."""
         self.engines.remove(engine)
         self.ended += engine.counts
         engine.end()
 
-    def run(self, operations: int, seconds: float = 20.0) -> None:
-        """All engines work at the same time; a stopped process is woken, a dead one replaced meanwhile."""
-        for engine in self.engines:
-            engine.tell(run=operations, seconds=seconds)
-        waiting = list(self.engines)
-        end = time.monotonic() + seconds + 60
-        while waiting:
-            assert time.monotonic() < end, "engines do not come to an end"
-            fds = {e.process.stdout: e for e in waiting}
-            ready, _, _ = select.select(list(fds), [], [], 0.05)
-            for stream in ready:
-                fds[stream].answer()
-                waiting.remove(fds[stream])
-            if not ready and (
-                self.server_state() in {"", "Z"}
-                or any(state_of(pid) == "T" for pid in self.all_pids())
-            ):
-                self.wake()
-        self.revive()
-
     def total(self) -> Counter[str]:
         return sum((e.counts for e in self.engines), self.ended)
 
+    # -------------------------------------------------------------------------------------- faults
+    def struck(self) -> list[dict[str, Any]]:
+        """Every strike of a failpoint so far."""
+        if not self.marks.exists():
+            return []
+        return [json.loads(line) for line in self.marks.read_text().splitlines()]
+
+    def stop(self, pid: int, seconds: float = STOP_S) -> None:
+        """SIGSTOP from outside; it is woken after the time."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGSTOP)
+            self._stopped[pid] = time.monotonic() + seconds
+
+    def attend(self) -> None:
+        """Wake what has been stopped long enough, restart a dead server, replace dead engines."""
+        strikes = self.struck()
+        for one in strikes[self._read :]:
+            if one["do"] == "stop":
+                self._stopped[one["pid"]] = time.monotonic() + STOP_S
+        self._read = len(strikes)
+        for pid, due in list(self._stopped.items()):
+            if time.monotonic() > due:
+                self.wake(pid)
+        if self.server is not None and self.server_state() in {"", "Z"}:
+            self._restart()
+        for engine in [e for e in self.engines if state_of(e.process.pid) in {"", "Z"}]:
+            self._bury(engine)
+            self.add_engines({k: v for k, v in engine.options.items() if k not in {"engine_id", "seed"}})
+
+    def wake(self, pid: int) -> None:
+        self._stopped.pop(pid, None)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)
+
+    def _restart(self) -> None:
+        assert self.server is not None
+        self.server.wait()
+        self.restarts += 1
+        before = self.committed()
+        self.start_server()
+        status = self.status()
+        if status is not None and status["server"]["adopted"]:
+            self.kept.append((before, status["server"]["adopted"]["slots"]))
+
+    def drive(self, over: Callable[[], bool], what: str, seconds: float = WAIT_S) -> None:
+        """All engines work side by side, and what is dead or stopped is tended, until `over`."""
+        end = time.monotonic() + seconds
+        while not over():
+            assert time.monotonic() < end, f"not within {seconds} s: {what}; {dict(self.total())}"
+            self.attend()
+            for engine in self.engines:
+                if engine.asked == 0:
+                    engine.tell(run=2, seconds=0.5)
+            self._collect(0.02)
+
+    def settle(self) -> None:
+        """Let the engines finish what they are at; tend what is dead or stopped."""
+        end = time.monotonic() + WAIT_S
+        while self._stopped or any(engine.asked for engine in self.engines):
+            assert time.monotonic() < end, "engines do not come to an end"
+            self.attend()
+            self._collect(0.02)
+
+    def _collect(self, seconds: float) -> None:
+        fds = {engine.fd: engine for engine in self.engines if engine.asked}
+        ready, _, _ = select.select(list(fds), [], [], seconds)
+        for fd in ready:
+            fds[fd].receive()
+
     # ------------------------------------------------------------------------------------- proof
-    def prove(self) -> Counter[str]:
-        """Survivors work, nothing was wrong or stuck, all leases drain, the tables are consistent."""
-        before = self.total()["operations"]
-        self.run(8)
-        total = self.total()
-        assert total["operations"] > before, "survivors do not work"
-        for engine in list(self.engines):
-            engine.end()
-            self.engines.remove(engine)
-        self.ended = total
+    def prove(self, operations: int = 4) -> Counter[str]:
+        """Every engine works, nothing was wrong or stuck, all leases drain, the tables are consistent."""
+        self.settle()
+        goal = {engine: engine.counts["operations"] + operations for engine in self.engines}
+
+        def all_work() -> bool:
+            return all(e.counts["operations"] >= goal.get(e, operations) for e in self.engines)
+
+        self.drive(all_work, "every engine works")
+        self.settle()
         until(self.drained, "pins, reservations and quarantine drain")
-        arena = attach(self.instance, writable_data=False)
-        try:
+        with self.arena() as arena:
             assert check(arena) == []
-        finally:
-            arena.close()
+        total = self.total()
         assert total["wrong"] == 0, f"wrong bytes were served: {dict(total)}"
         assert total["stuck"] == 0, f"stuck requests: {dict(total)}"
         return total
 
     def drained(self) -> bool:
-        snapshot = self.status()
-        if snapshot is None:
+        status = self.status()
+        if status is None:
             return False
-        slots = snapshot["arena"]["slots"]
+        slots = status["arena"]["slots"]
         return not (slots["pinned"] or slots["reserved"] or slots["quarantined"])
 
     def __enter__(self) -> Self:
@@ -264,17 +268,15 @@ class Cluster:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        for pid in {*self._stopped, *(one["pid"] for one in self.struck() if one["do"] == "stop")}:
+            self.wake(pid)
         for engine in self.engines:
             for pid in (engine.process.pid, *engine.workers):
-                if state_of(pid) == "T":
-                    os.kill(pid, signal.SIGCONT)
-            engine.process.kill()
-            engine.process.wait()
+                self.wake(pid)
+            engine.end(signal.SIGKILL)
         if self.server is not None:
-            if self.server_state() == "T":
-                self.server.send_signal(signal.SIGCONT)
-            self.server.send_signal(signal.SIGTERM)
+            self.server.send_signal(signal.SIGCONT)
+            self.server.terminate()
             self.server.wait(30)
-        subprocess.run(
-            [sys.executable, "-m", "lmcache_shm", "purge", "--yes"], check=False, capture_output=True
-        )
+        entries = leftovers(Path(os.environ["LMCACHE_SHM_RUNTIME_DIR"]))
+        purge(entry for entry in entries if self.instance in entry.path.name)

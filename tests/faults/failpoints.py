@@ -1,8 +1,8 @@
 """Make a process kill or stop itself at a chosen call of a chosen function. Only in processes of this harness.
 
-The environment variable FAULTS holds a JSON list of ``{"at": "module:Class.method", "when": "before" |
-"after", "nth": 3, "do": "kill" | "stop"}``. The product has no hooks: functions are wrapped by name, so a
-renamed function makes the test fail loudly instead of testing nothing.
+The product has no hooks: functions are wrapped by name while they are armed, so a renamed function makes a
+test fail loudly instead of testing nothing. A strike is written down before it happens: a line in the file
+that the environment variable FAULT_MARKS names, so that the harness knows that (and whom) it struck.
 """
 
 import functools
@@ -10,25 +10,42 @@ import importlib
 import json
 import os
 import signal
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
-VARIABLE = "FAULTS"
+AT_START = "FAULTS"
+MARKS = "FAULT_MARKS"
+LATER = "FAULT_FILE"
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
 
+_disarm: list[Callable[[], None]] = []
 
-def spec(at: str, when: str = "before", nth: int = 1, do: str = "kill") -> str:
-    """The value of FAULTS for one failpoint."""
-    return json.dumps([{"at": at, "when": when, "nth": nth, "do": do}])
+
+def spec(at: str, when: str = "before", nth: int = 1, do: str = "kill") -> dict[str, Any]:
+    """A failpoint: at the nth call of "module:Class.method" from now, before or after it, do that."""
+    return {"at": at, "when": when, "nth": nth, "do": do}
 
 
 def install() -> None:
-    """Arm what FAULTS asks for. Raises AttributeError for a name that does not exist."""
-    for one in json.loads(os.environ.get(VARIABLE, "[]")):
-        _arm(**one)
+    """Arm what the environment asks for, and what FAULT_FILE holds whenever SIGUSR1 comes."""
+    arm(json.loads(os.environ.get(AT_START, "null")))
+    if LATER in os.environ:
+        signal.signal(signal.SIGUSR1, _on_signal)
 
 
-def _arm(at: str, when: str, nth: int, do: str) -> None:
-    module, _, path = at.partition(":")
+def _on_signal(number: int, frame: FrameType | None) -> None:
+    arm(json.loads(Path(os.environ[LATER]).read_text()))
+
+
+def arm(fault: dict[str, Any] | None) -> None:
+    """Arm one failpoint instead of the one armed so far. Raises AttributeError for a name that is not there."""
+    while _disarm:
+        _disarm.pop()()
+    if fault is None:
+        return
+    module, _, path = fault["at"].partition(":")
     owner: Any = importlib.import_module(module)
     *parents, name = path.split(".")
     for parent in parents:
@@ -37,8 +54,10 @@ def _arm(at: str, when: str, nth: int, do: str) -> None:
     calls = 0
 
     def strike(now: str) -> None:
-        if now == when and calls == nth:
-            os.kill(os.getpid(), SIGNALS[do])
+        if now == fault["when"] and calls == fault["nth"]:
+            with open(os.environ[MARKS], "a", encoding="utf-8") as marks:
+                marks.write(json.dumps(fault | {"pid": os.getpid()}) + "\n")
+            os.kill(os.getpid(), SIGNALS[fault["do"]])
 
     @functools.wraps(original)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
@@ -50,3 +69,4 @@ def _arm(at: str, when: str, nth: int, do: str) -> None:
         return result
 
     setattr(owner, name, wrapped)
+    _disarm.append(lambda: setattr(owner, name, original))

@@ -1,79 +1,71 @@
-"""SIGKILL and SIGSTOP at every step of the protocol: it may cost time, never a byte, a leak or a stuck request."""
+"""SIGKILL and SIGSTOP at every step of the protocol: it may cost time, never a byte, a leak or a stuck request.
+
+Each step is struck here in one or two of the four ways (before or after it, killed or stopped);
+`python -m tools.soak --all-points` goes through all of them.
+"""
+
+import os
+from collections.abc import Iterator
 
 import pytest
 
-from tests.faults import failpoints
+from tests import leftovers
 from tests.faults.cluster import Cluster
+from tests.faults.points import POINTS, Point
+from tests.faults.strike import strike
 
-CATALOG = "lmcache_shm.catalog.catalog:Catalog."
-SERVER_STEPS = [
-    CATALOG + "register",
-    CATALOG + "acquire",
-    CATALOG + "release",
-    CATALOG + "reserve",
-    CATALOG + "commit",
-    CATALOG + "clear",
-    "lmcache_shm.catalog.slots:Slots.evict",
-    "lmcache_shm.catalog.room:Room._take_over",
-    "lmcache_shm.control.engines:Engines.attach",
-]
-CLIENT = "lmcache_shm.control.client:CacheClient."
-ENGINE_STEPS = [CLIENT + "acquire", CLIENT + "step", CLIENT + "_greet", "tests.faults.engine:Engine._order"]
-ENGINE = "lmcache_shm.transfer.cpu:CpuEngine."
-WORKER_STEPS = [
-    "lmcache_shm.control.client:WorkerClient._greet",
-    ENGINE + "submit",
-    ENGINE + "_copy",
-    "lmcache_shm.transfer.guard:SlotGuard.changed_hands",
-]
-# Early calls belong to set-up, so the count is one that a run of the workload surely reaches.
-NTH = {"register": 2, "attach": 3, "_greet": 1, "evict": 3, "_take_over": 1, "clear": 1}
+WAYS = [("before", "kill"), ("after", "stop"), ("after", "kill"), ("before", "stop")]
+CASES = [(point, *WAYS[i % 4]) for i, point in enumerate(POINTS)]
 
 
-def nth(step: str) -> int:
-    return NTH.get(step.rpartition(".")[2], 7)
+class Shared:
+    """One cluster for many cases; a case that fails takes it along."""
+
+    def __init__(self) -> None:
+        self.cluster: Cluster | None = None
+        self._number = 0
+
+    def get(self) -> Cluster:
+        if self.cluster is None:
+            self._number += 1
+            self.cluster = Cluster(f"test-{os.getpid()}-shared{self._number}").__enter__()
+            self.cluster.start_server()
+            self.cluster.add_engines({}, {})
+            self.know()
+        return self.cluster
+
+    def know(self) -> None:
+        """Its processes change while it lives; they are not what a test left behind."""
+        leftovers.shared_processes.update(leftovers.processes_of(leftovers.mark()))
+
+    def end(self) -> None:
+        if self.cluster is not None:
+            self.cluster.__exit__(None, None, None)
+            self.cluster = None
 
 
-def struck(cluster: Cluster) -> None:
-    """The proof, and that the failpoint was reached at all: a test of nothing must not pass."""
-    total = cluster.prove()
-    assert cluster.strikes or total["workers_restarted"], "the failpoint was never reached"
+@pytest.fixture(scope="module")
+def shared() -> Iterator[Shared]:
+    made = Shared()
+    made.get()
+    yield made
+    made.end()
 
 
-@pytest.mark.parametrize("do", ["kill", "stop"])
-@pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize("step", SERVER_STEPS)
-def test_server_struck(instance: str, step: str, when: str, do: str) -> None:
-    """The server is struck at one step while two engines work."""
-    with Cluster(instance) as cluster:
-        cluster.start_server(failpoints.spec(step, when, nth(step), do))
-        cluster.add_engine("a", 1)
-        cluster.add_engine("b", 2)
-        cluster.run(40, 10)
-        struck(cluster)
-
-
-@pytest.mark.parametrize("do", ["kill", "stop"])
-@pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize("step", ENGINE_STEPS)
-def test_scheduler_side_struck(instance: str, step: str, when: str, do: str) -> None:
-    """The scheduler side of one engine is struck at one step; the other goes on."""
-    with Cluster(instance) as cluster:
-        cluster.start_server()
-        cluster.add_engine("a", 1, failpoints.spec(step, when, nth(step), do))
-        cluster.add_engine("b", 2)
-        cluster.run(40, 10)
-        struck(cluster)
-
-
-@pytest.mark.parametrize("do", ["kill", "stop"])
-@pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize("step", WORKER_STEPS)
-def test_worker_struck(instance: str, step: str, when: str, do: str) -> None:
-    """One of the two workers of an engine is struck at one step."""
-    with Cluster(instance) as cluster:
-        cluster.start_server()
-        cluster.add_engine("a", 1, worker_faults=failpoints.spec(step, when, nth(step), do))
-        cluster.add_engine("b", 2)
-        cluster.run(40, 10)
-        struck(cluster)
+@pytest.mark.parametrize(
+    ("point", "when", "do"), CASES, ids=[f"{p.name}-{when}-{do}" for p, when, do in CASES]
+)
+def test_struck(shared: Shared, point: Point, when: str, do: str) -> None:
+    cluster = shared.get()
+    restarts = len(cluster.kept)
+    memory = cluster.memory()
+    try:
+        strike(cluster, point, when, do)
+        cluster.prove()
+        for before, adopted in cluster.kept[restarts:]:
+            assert adopted >= 0.99 * before
+        assert cluster.memory() == memory
+        shared.know()
+    except BaseException:
+        shared.end()
+        raise

@@ -8,7 +8,6 @@ import ctypes
 import json
 import multiprocessing.connection
 import sys
-import time
 from typing import Any
 
 import numpy as np
@@ -38,13 +37,14 @@ class Worker:
         }
         self.layouts = [self._layout(group) for group in SHAPES]
         self.engines: dict[bytes, CpuEngine] = {}
-        self.delay = 0.0
+        self.replicas = int(options["replicas"])
+        self.region_of = self.rank - self.rank % self.replicas  # replicas hold the same bytes
         self.client = WorkerClient(
             Config(instance=options["instance"]),
             options["engine_id"],
             self.rank,
             options["world"],
-            1,
+            self.replicas,
             [layout.region_bytes for layout in self.layouts],
         )
         if options.get("trusting"):  # negative control: believe every load
@@ -65,8 +65,12 @@ class Worker:
                 order = self.pipe.recv()
             except (EOFError, OSError):
                 return
-            if order["do"] == "delay":
-                self.delay = order["seconds"]
+            if order["do"] == "arm":
+                failpoints.arm(order["fault"])
+                continue
+            if order["do"] == "reconnect":
+                if self.client._connection is not None:
+                    self.client._connection.shutdown()
                 continue
             reply = self.run(order)
             try:
@@ -81,10 +85,10 @@ class Worker:
             return {"job": order["job"], "ok": False, "reason": "arena", "wrong": 0}
         placed = self._place(order["items"])
         store = order["do"] == "store"
+        if store and self.rank != self.region_of:
+            return {"job": order["job"], "ok": True, "reason": "", "wrong": 0}  # another rank writes it
         for item, numbers in placed:
             self._fill(item, numbers, wipe=not store)
-        if self.delay:
-            time.sleep(self.delay)  # a late copy: whatever happened meanwhile, it lands now
         items = [
             CopyItem(
                 item["row"],
@@ -99,13 +103,17 @@ class Worker:
         engine.drain(20.0)
         (result,) = engine.poll()
         if store:
-            self.client.arena.boards[order["client"], self.rank, order["job"] % RING] = (  # type: ignore[union-attr]
-                order["job"] << 1 | int(result.ok)
-            )
+            self._tick(order, result.ok)
         wrong = 0
         if result.ok and not store:
             wrong = sum(self._wrong(item, numbers) for item, numbers in placed)
         return {"job": order["job"], "ok": result.ok, "reason": result.reason, "wrong": wrong}
+
+    def _tick(self, order: dict[str, Any], ok: bool) -> None:
+        """Say on the completion board that this rank's copies are over."""
+        assert self.client.arena is not None
+        cell = order["client"], self.rank, order["job"] % RING
+        self.client.arena.boards[cell] = order["job"] << 1 | int(ok)
 
     def _engine(self, arena_id: bytes) -> CpuEngine | None:
         self.client.wait(1.0)
@@ -140,7 +148,7 @@ class Worker:
         )
 
     def _expected(self, item: dict[str, Any], layer: int, number: int) -> np.ndarray:
-        return page(item["key"], item["group"], self.rank, layer * 16 + number)
+        return page(item["key"], item["group"], self.region_of, layer * 16 + number)
 
 
 def main() -> None:

@@ -66,7 +66,7 @@ class ServerProcess:
         if "--l1-size-gb" not in flags:
             command += ["--l1-size-gb", SIZE_GB]
         # Into a file: a pipe that nobody reads would stop the server when it is full.
-        self._errors = tempfile.TemporaryFile("w+")
+        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115  (closed by end)
         self.process = subprocess.Popen(
             [*command, *flags], stdout=subprocess.PIPE, stderr=self._errors, text=True,
             env={**os.environ, **environment},
@@ -99,6 +99,8 @@ class ServerProcess:
             self.process.send_signal(signal.SIGCONT)
             self.process.send_signal(number)
             self.output += self.process.communicate(timeout=30)[0]
+        assert self.process.stdout is not None
+        self.process.stdout.close()
         if not self._errors.closed:
             self._logged = self.errors
             self._errors.close()
@@ -196,7 +198,7 @@ class Prefix:
 
     def __init__(self, number: int, chunks: int, descriptor: bytes = b"{}") -> None:
         self.number = number
-        tokens = [[number * 1_000_000 + i * CHUNK + t for t in range(CHUNK)] for i in range(chunks)]
+        tokens = [[number * 100_000 + i * CHUNK + t for t in range(CHUNK)] for i in range(chunks)]
         self.encoded = [encode_tokens(ids) for ids in tokens]
         self.keys = chain(seed(descriptor), self.encoded)
         self.parents = seed(descriptor) + self.keys[:-16]

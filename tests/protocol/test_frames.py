@@ -1,7 +1,6 @@
 """Bytes of any kind: the worst they do is to end the connection they came on."""
 
 import contextlib
-import os
 import random
 import socket
 import time
@@ -285,7 +284,7 @@ def _serves(server: ServerProcess) -> bool:
 
 def test_a_flood_of_connections_leaves_no_descriptors(lasting):
     def descriptors() -> int:
-        return len(os.listdir(f"/proc/{lasting.pid}/fd"))
+        return len(list(Path(f"/proc/{lasting.pid}/fd").iterdir()))
 
     before = descriptors()
     for _ in range(300):

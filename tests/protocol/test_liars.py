@@ -211,11 +211,13 @@ def test_nobody_speaks_for_an_engine_that_it_did_not_greet_for(lasting, victim, 
     ],
 )
 def test_workers_of_impossible_shape_are_refused(lasting, rank, world, replicas, regions):
-    with contextlib.closing(
-        Connection.open(lasting.path, Hello(PROTOCOL, "worker", "odd"), WAIT_S)
-    ) as c:
-        with pytest.raises(Refused):
-            c.call(AttachWorker("odd", rank, world, replicas, regions), Attached)
+    with (
+        contextlib.closing(
+            Connection.open(lasting.path, Hello(PROTOCOL, "worker", "odd"), WAIT_S)
+        ) as c,
+        pytest.raises(Refused),
+    ):
+        c.call(AttachWorker("odd", rank, world, replicas, regions), Attached)
 
 
 def test_workers_and_scheduler_must_agree(lasting):

@@ -7,15 +7,7 @@ import numpy as np
 import pytest
 
 from lmcache_shm.control.connection import Connection, Refused
-from lmcache_shm.control.messages import (
-    PROTOCOL,
-    Clear,
-    Done,
-    Hello,
-    Registered,
-    Step,
-    Stepped,
-)
+from lmcache_shm.control.messages import PROTOCOL, Clear, Done, Hello, Registered, Step, Stepped
 from tests.protocol.harness import (
     WAIT_S,
     Engine,
@@ -95,7 +87,9 @@ def test_reservations_stay_in_quarantine_while_a_worker_lives(lasting, worker, r
     until(lambda: slots(lasting)["quarantined"] == 0, "freed after the worker's end", 1.0)
 
 
-def test_a_stopped_worker_keeps_its_slots_in_quarantine_beyond_the_grace_time(lasting, worker, reserved):
+def test_a_stopped_worker_keeps_its_slots_in_quarantine_beyond_the_grace_time(
+    lasting, worker, reserved
+):
     worker.process.send_signal(signal.SIGSTOP)
     reserved[0].close()
     until(lambda: slots(lasting)["quarantined"] == 6, "quarantine")

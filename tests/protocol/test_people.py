@@ -9,18 +9,14 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from lmcache_shm.cli.top import Source
-from lmcache_shm.config import Config, connector_config
-from lmcache_shm.control.autostart import AutostartError, ensure_server, log_path
-from lmcache_shm.control.messages import Drain, Done, Report
-from tests.protocol.harness import GROUPS, Prefix, ServerProcess, WorkerProcess, engine, until
+from lmcache_shm.control.messages import Done, Drain, Report
+from tests.protocol.harness import Prefix, ServerProcess, WorkerProcess, engine, until
 
 
 def command(*words: str, **environ: str) -> subprocess.CompletedProcess[str]:
@@ -200,7 +196,10 @@ def port() -> int:
 def scrape(port: int) -> dict[str, float]:
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as reply:
         lines = reply.read().decode().splitlines()
-    return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines if line[0] != "#")}
+    return {
+        name: float(value)
+        for name, _, value in (line.rpartition(" ") for line in lines if line[0] != "#")
+    }
 
 
 def test_metrics_are_what_status_says(port: int, instance: str):
@@ -217,11 +216,15 @@ def test_metrics_are_what_status_says(port: int, instance: str):
     assert found["lmcache_shm_lookup_duration_seconds_count"] == 2
 
 
-def test_a_metrics_port_in_use_is_one_line_and_leaves_nothing(port: int, instance: str, runtime_dir: Path):
+def test_a_metrics_port_in_use_is_one_line_and_leaves_nothing(
+    port: int, instance: str, runtime_dir: Path
+):
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", port))
         sock.listen()
-        done = command("server", "--instance", instance, "--l1-size-gb", "0.0625", "--metrics-port", str(port))
+        done = command(
+            "server", "--instance", instance, "--l1-size-gb", "0.0625", "--metrics-port", str(port)
+        )
     assert done.returncode == 1
     assert "--metrics-port" in done.stderr.splitlines()[-1]
     assert not list(runtime_dir.glob(f"{instance}.sock"))
@@ -245,7 +248,9 @@ def test_doctor_finds_a_stopped_server(server: ServerProcess):
     assert done.returncode == 1
 
 
-def test_doctor_finds_a_server_with_another_runtime_directory(server: ServerProcess, tmp_path: Path):
+def test_doctor_finds_a_server_with_another_runtime_directory(
+    server: ServerProcess, tmp_path: Path
+):
     tmp_path.chmod(0o700)
     done = command("doctor", "-q", "--instance", server.instance, "--runtime-dir", str(tmp_path))
 
@@ -283,7 +288,9 @@ def test_doctor_finds_a_draining_server(server: ServerProcess):
 
 def test_doctor_compares_namespaces_of_one_model(server: ServerProcess):
     for number, dtype in enumerate(("auto", "fp8")):
-        with engine(server, f"e{number}", descriptor=json.dumps({"kv_cache": {"dtype": dtype}}).encode()):
+        with engine(
+            server, f"e{number}", descriptor=json.dumps({"kv_cache": {"dtype": dtype}}).encode()
+        ):
             pass
 
     assert "kv_cache.dtype (auto / fp8)" in command("doctor", "--instance", server.instance).stdout
@@ -298,90 +305,3 @@ def test_doctor_finds_a_stopped_worker(server: ServerProcess):
     finally:
         os.kill(worker.process.pid, signal.SIGCONT)
         worker.end()
-
-
-# ----------------------------------------------------------------------------------------- autostart
-@pytest.fixture
-def autostart(instance: str, runtime_dir: Path) -> Iterator[Config]:
-    """Options of an engine that starts its own server; ends that server."""
-    yield connector_config(
-        {"lmcache_shm.instance": instance, "lmcache_shm.autostart_gb": 0.0625, "lmcache_shm.runtime_dir": str(runtime_dir)}
-    )
-    lock = runtime_dir / f"{instance}.lock"
-    with contextlib.suppress(OSError):
-        pid = int(lock.read_text().split()[0])
-        os.kill(pid, signal.SIGTERM)
-        until(lambda: not Path(f"/proc/{pid}").exists() and not lock.exists(), "the server ends")
-    for path in runtime_dir.glob(f"{instance}.*"):
-        path.unlink()
-
-
-def test_a_server_is_started_when_there_is_none(autostart: Config):
-    pid = ensure_server(autostart)
-
-    with contextlib.closing(Source(autostart)) as source:
-        found = source.fetch()
-    assert found["server"]["pid"] == pid
-    assert found["arena"]["data_bytes"] == 1 << 26
-    assert ensure_server(autostart) == pid  # and not another one
-    assert f"instance {autostart.instance} is ready" in log_path(autostart).read_text()
-
-
-def test_a_started_server_is_nobodys_child(autostart: Config):
-    """An engine's end, or its signals, must not take the server along."""
-    pid = ensure_server(autostart)
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-
-    assert int(fields[1]) != os.getpid()  # parent
-    assert int(fields[3]) != os.getsid(0)  # session
-
-
-def test_engines_that_start_together_get_one_server(autostart: Config):
-    program = """
-import json, sys
-from lmcache_shm.config import connector_config
-from lmcache_shm.control.autostart import ensure_server
-sys.stdin.readline()
-print(ensure_server(connector_config(json.loads(sys.argv[1]))))
-"""
-    extra = {f"lmcache_shm.{name}": getattr(autostart, name) for name in ("instance", "runtime_dir", "autostart_gb")}
-    started = [
-        subprocess.Popen([sys.executable, "-c", program, json.dumps(extra)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        for _ in range(6)
-    ]
-    for process in started:
-        assert process.stdin is not None
-        process.stdin.write("go\n")
-        process.stdin.flush()
-    pids = {process.communicate(timeout=60)[0].strip() for process in started}
-
-    assert len(pids) == 1
-    assert all(process.returncode == 0 for process in started)
-
-
-def test_a_running_server_is_used(server: ServerProcess):
-    config = server.config(autostart_gb=1.0)
-
-    assert ensure_server(config) == server.pid
-
-
-def test_a_server_that_cannot_start_says_why(instance: str, runtime_dir: Path):
-    config = connector_config(
-        {"lmcache_shm.instance": instance, "lmcache_shm.autostart_gb": 65000, "lmcache_shm.runtime_dir": str(runtime_dir)}
-    )
-    with pytest.raises(AutostartError, match="ended at once: .*smaller --l1-size-gb"):
-        ensure_server(config)
-    for path in runtime_dir.glob(f"{instance}.*"):
-        path.unlink()
-
-
-def test_a_stopped_server_is_an_error_in_time(server: ServerProcess, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("lmcache_shm.control.autostart.ANSWER_S", 0.3)
-    os.kill(server.pid, signal.SIGSTOP)
-    try:
-        began = time.monotonic()
-        with pytest.raises(AutostartError, match="no answer"):
-            ensure_server(server.config(autostart_gb=1.0))
-        assert time.monotonic() - began < 3
-    finally:
-        os.kill(server.pid, signal.SIGCONT)

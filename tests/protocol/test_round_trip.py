@@ -11,8 +11,8 @@ from lmcache_shm.control.connection import Connection, Refused
 from lmcache_shm.control.messages import (
     EXISTS,
     PROTOCOL,
-    AttachWorker,
     Attached,
+    AttachWorker,
     Clear,
     Done,
     GroupInfo,

@@ -197,11 +197,17 @@ class Engine:
             between()
         return True
 
-    def run(self, between: Callable[[], None] = lambda: None, limit: int = 5000) -> None:
-        """Until every request has ended."""
+    def run(
+        self, between: Callable[[], None] = lambda: None, limit: int = 5000, *, idle_too: bool = True
+    ) -> None:
+        """Until every request has ended; `idle_too`: and until the engine has nothing left to do at all."""
         idle = 0
         for _ in range(limit):
-            if not self.unfinished() and not self.queue and not self.scheduler.has_requests():
+            if not self.unfinished() and not (idle_too and self.scheduler.has_requests()):
+                while self.queue:
+                    if self.queue[0].result is None:
+                        self.execute()
+                    self.update()
                 return
             idle = 0 if self.turn(between) else idle + 1
             if idle > 200 and self.unfinished():

@@ -4,6 +4,8 @@ The bytes are moved by the real CpuEngine, one slot at a time.
 """
 
 import random
+import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -13,7 +15,7 @@ from lmcache_shm.transfer.engine import CopyItem, CopyJob, EngineStats, JobResul
 from lmcache_shm.transfer.pages import SlotLayout
 
 
-@dataclass
+@dataclass(eq=False)
 class Pending:
     """A submitted job."""
 
@@ -80,8 +82,11 @@ class LateEngine:
                 pending.fail = "cancelled"
 
     def drain(self, timeout: float) -> bool:
-        self.finish()
-        return True
+        if threading.current_thread() is threading.main_thread():
+            self.finish()
+        elif self.pending:  # a thread of the connector: only the test's thread moves bytes
+            time.sleep(timeout)
+        return not self.pending
 
     def close(self) -> None:
         if not self.closed:
@@ -101,10 +106,14 @@ class LateEngine:
             elif self.rng.random() < self.pace.go:
                 self._advance(pending)
 
-    def finish(self) -> None:
-        """All copies come to their end now."""
-        while self.pending:
-            self._advance(self.pending[0])
+    def finish(self, kind: str = "", fail: str = "") -> None:
+        """All copies (of this kind) come to their end now; with `fail` they move nothing and fail."""
+        for pending in [p for p in self.pending if kind in ("", p.job.kind)]:
+            if fail:
+                pending.fail = fail
+                pending.todo.clear()
+            while pending in self.pending:
+                self._advance(pending)
 
     def _advance(self, pending: Pending) -> None:
         if pending.todo:

@@ -72,17 +72,27 @@ def _reached() -> set[Path]:
 
 @pytest.mark.parametrize("module", ["tools.make_options", "tools.make_dashboard"])
 def test_generated_pages_are_up_to_date(module: str):
-    done = subprocess.run([sys.executable, "-m", module, "--check"], cwd=ROOT, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-m", module, "--check"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
 
     assert done.returncode == 0, done.stdout
 
 
 def test_options_that_the_text_names_exist():
-    known = {option.connector for option in OPTIONS.values()} | {option.env for option in OPTIONS.values()}
+    known = {option.connector for option in OPTIONS.values()} | {
+        option.env for option in OPTIONS.values()
+    }
     foreign = {"LMCACHE_SHM_"}
     for page in PAGES:
         text = page.read_text(encoding="utf-8")
-        named = set(re.findall(r'"(lmcache_shm\.[a-z_]+)"\s*:', text)) | set(re.findall(r"\bLMCACHE_SHM_[A-Z0-9_]+", text))
+        named = set(re.findall(r'"(lmcache_shm\.[a-z_]+)"\s*:', text)) | set(
+            re.findall(r"\bLMCACHE_SHM_[A-Z0-9_]+", text)
+        )
         assert named - foreign <= known, page.name
 
 
@@ -130,7 +140,11 @@ def test_commands_of_ours_exist_with_their_options(block: Block):
         settings = getattr(command, "context_settings", {})
         if settings.get("ignore_unknown_options"):
             continue
-        flags = {flag for parameter in command.params for flag in (*parameter.opts, *parameter.secondary_opts)}
+        flags = {
+            flag
+            for parameter in command.params
+            for flag in (*parameter.opts, *parameter.secondary_opts)
+        }
         given = {word.partition("=")[0] for word in words[2:] if word.startswith("-")}
         assert given <= flags | {"--help"}, block.where
     assert click
@@ -150,7 +164,9 @@ def test_deployment_files_are_sound(name: str):
     yaml = pytest.importorskip("yaml")
     text = (ROOT / "docs" / "deploy" / name).read_text(encoding="utf-8")
     tree = yaml.safe_load(text)
-    service = tree.get("services") or {c["name"]: c for c in tree["spec"]["initContainers"] + tree["spec"]["containers"]}
+    service = tree.get("services") or {
+        c["name"]: c for c in tree["spec"]["initContainers"] + tree["spec"]["containers"]
+    }
     server = service["cache"].get("command") or service["cache"]["args"]
     engine = next(part for key, part in service.items() if key != "cache")
     words = engine.get("command") or engine["args"]
@@ -178,7 +194,12 @@ class Sandbox:
     """An instance of the test's own in which the docs' commands run as they stand; sizes are made small."""
 
     def __init__(self, instance: str) -> None:
-        self.environ = {**os.environ, "LMCACHE_SHM_INSTANCE": instance, "LMCACHE_SHM_L1_SIZE_GB": SERVER_SIZE, "COLUMNS": "100"}
+        self.environ = {
+            **os.environ,
+            "LMCACHE_SHM_INSTANCE": instance,
+            "LMCACHE_SHM_L1_SIZE_GB": SERVER_SIZE,
+            "COLUMNS": "100",
+        }
         self.server: subprocess.Popen[str] | None = None
 
     def words(self, words: list[str]) -> list[str]:
@@ -192,7 +213,13 @@ class Sandbox:
 
     def start(self, words: list[str]) -> None:
         self.stop()
-        self.server = subprocess.Popen(self.words(words), env=self.environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        self.server = subprocess.Popen(
+            self.words(words),
+            env=self.environ,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
         assert self.server.stdout is not None
         said = ""
         while "vllm serve" not in said:
@@ -206,7 +233,15 @@ class Sandbox:
             return subprocess.CompletedProcess(words, 0, "", "")
         if self.server is None:
             self.start(["lmcache-shm", "server"])
-        done = subprocess.run(self.words(words), env=self.environ, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120, check=False)
+        done = subprocess.run(
+            self.words(words),
+            env=self.environ,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
         if words[1] == "stop":
             self.stop()
         return done
@@ -234,7 +269,9 @@ def sandbox(instance: str) -> Iterator[Sandbox]:
     made.stop()
 
 
-@pytest.mark.parametrize("page", [p for p in PAGES if any(b.runs for b in blocks(p) if b.language == "bash")], ids=label)
+@pytest.mark.parametrize(
+    "page", [p for p in PAGES if any(b.runs for b in blocks(p) if b.language == "bash")], ids=label
+)
 def test_commands_of_a_page_work(page: Path, sandbox: Sandbox):
     """In their order, against a real server. doctor may find fault with this host, but says so properly."""
     for block in blocks(page):
@@ -244,7 +281,9 @@ def test_commands_of_a_page_work(page: Path, sandbox: Sandbox):
             began = time.monotonic()
             done = sandbox.run(words)
             good = {0, 1} if words[1] == "doctor" else {0}
-            assert done.returncode in good, f"{block.where}: {words}: {done.stdout[-300:]}{done.stderr[-300:]}"
+            assert done.returncode in good, (
+                f"{block.where}: {words}: {done.stdout[-300:]}{done.stderr[-300:]}"
+            )
             assert "Traceback" not in done.stderr, block.where
             assert time.monotonic() - began < 60
 
@@ -256,7 +295,11 @@ def test_inline_commands_exist():
             words = text.replace("…", "").replace("'", "").split()
             assert words[1] in app.COMMANDS, f"{page.name}: {text}"
             command = app.load(words[1])
-            flags = {flag for parameter in command.params for flag in (*parameter.opts, *parameter.secondary_opts)}
+            flags = {
+                flag
+                for parameter in command.params
+                for flag in (*parameter.opts, *parameter.secondary_opts)
+            }
             given = {word for word in words[2:] if word.startswith("--") and word != "--"}
             assert given <= flags | {"--help"}, f"{page.name}: {text}"
 
@@ -265,7 +308,9 @@ def test_the_readme_names_no_figure_without_a_source():
     """Speed belongs on the performance page, with its command and its machine."""
     text = (ROOT / "README.md").read_text(encoding="utf-8")
 
-    assert not re.findall(r"\d+(?:\.\d+)?\s?(?:GB/s|×)", re.sub(r"```.*?```", "", text, flags=re.DOTALL))
+    assert not re.findall(
+        r"\d+(?:\.\d+)?\s?(?:GB/s|×)", re.sub(r"```.*?```", "", text, flags=re.DOTALL)
+    )
 
 
 def test_the_picture_is_a_picture():

@@ -17,6 +17,7 @@ from lmcache_shm.cli import doctor_engine as engine
 from lmcache_shm.cli import doctor_host as host
 from lmcache_shm.cli import doctor_server as server
 from lmcache_shm.cli.doctor import examine
+from lmcache_shm.cli.doctor_use import compare_namespaces
 from lmcache_shm.cli.findings import Finding
 from lmcache_shm.config import ConfigError
 from lmcache_shm.control.connection import DeadlineExceeded, Refused, Unavailable
@@ -24,7 +25,11 @@ from lmcache_shm.control.messages import HelloReply
 from tests.unit.sample_snapshot import snapshot
 
 GIB = 1 << 30
-GOOD = {"kv_connector": "LMCacheShmConnector", "kv_connector_module_path": "lmcache_shm.vllm", "kv_role": "kv_both"}
+GOOD = {
+    "kv_connector": "LMCacheShmConnector",
+    "kv_connector_module_path": "lmcache_shm.vllm",
+    "kv_role": "kv_both",
+}
 
 
 def problems(found: Iterable[Finding]) -> list[Finding]:
@@ -46,7 +51,11 @@ def options(extra: dict[str, Any] | None = None, **changes: Any) -> list[Finding
 
 # ---------------------------------------------------------------------- planted: the host's memory
 def test_a_containers_default_shared_memory_is_found():
-    found = problems(host.shared_memory(4 * GIB, running=False, bounds=[Limit("/dev/shm", 64 << 20, "x")], total=64 << 20))
+    found = problems(
+        host.shared_memory(
+            4 * GIB, has_arena=False, bounds=[Limit("/dev/shm", 64 << 20, "x")], total=64 << 20
+        )
+    )
 
     assert "the default of a container" in found[0].text
     assert "--shm-size" in found[0].remedy
@@ -55,14 +64,20 @@ def test_a_containers_default_shared_memory_is_found():
 
 def test_a_memory_limit_below_the_arena_is_found():
     limit = Limit("the cgroup's memory limit", 2 * GIB, "raise it (--memory)")
-    found = the_problem(host.shared_memory(8 * GIB, running=False, bounds=[limit], total=64 * GIB))
+    found = the_problem(
+        host.shared_memory(8 * GIB, has_arena=False, bounds=[limit], total=64 * GIB)
+    )
 
     assert "cgroup" in found.text
     assert found.remedy == "lmcache-shm server --l1-size-gb 1.8"
 
 
 def test_room_that_a_running_server_has_already_is_not_asked_for():
-    assert not problems(host.shared_memory(8 * GIB, running=True, bounds=[Limit("/dev/shm", GIB, "x")], total=9 * GIB))
+    assert not problems(
+        host.shared_memory(
+            8 * GIB, has_arena=True, bounds=[Limit("/dev/shm", GIB, "x")], total=9 * GIB
+        )
+    )
 
 
 def test_a_file_size_limit_is_found():
@@ -87,11 +102,17 @@ for finding in user_limits(4 << 30, gpu=False):
     if finding.level == "problem":
         print(finding.remedy)
 """
-    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+    return subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    ).stdout
 
 
 def test_locked_memory_matters_with_a_gpu_only(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(resource, "getrlimit", lambda what: (8 << 20, 8 << 20) if what == resource.RLIMIT_MEMLOCK else (1 << 62, 1 << 62))
+    monkeypatch.setattr(
+        resource,
+        "getrlimit",
+        lambda what: (8 << 20, 8 << 20) if what == resource.RLIMIT_MEMLOCK else (1 << 62, 1 << 62),
+    )
 
     with_gpu = [f for f in host.user_limits(GIB, gpu=True) if f.level != "ok"]
     assert "memlock" in with_gpu[0].remedy
@@ -128,7 +149,9 @@ def test_a_runtime_directory_that_is_a_link_is_found(tmp_path: Path):
     (tmp_path / "real").mkdir(mode=0o700)
     (tmp_path / "link").symlink_to(tmp_path / "real")
 
-    assert "is not a directory" in the_problem(server.runtime_directory(tmp_path / "link", "x")).text
+    assert (
+        "is not a directory" in the_problem(server.runtime_directory(tmp_path / "link", "x")).text
+    )
 
 
 def test_a_runtime_directory_that_others_can_read_is_found(tmp_path: Path):
@@ -139,7 +162,9 @@ def test_a_runtime_directory_that_others_can_read_is_found(tmp_path: Path):
     assert the_problem(server.runtime_directory(path, "x")).remedy == f"chmod 700 {path}"
 
 
-def test_a_runtime_directory_of_another_user_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_runtime_directory_of_another_user_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
 
     assert "run as one user" in the_problem(server.runtime_directory(tmp_path, "x")).text
@@ -192,8 +217,14 @@ def test_a_wrong_connector_option_is_found(extra: dict[str, Any], told: str):
         ({"kv_conector": "x"}, 'write "kv_connector"'),
         ({"lmcache_shm.instance": "x"}, "kv_connector_extra_config"),
         ({"kv_connector": "LMCacheSHMConector"}, '"kv_connector":"LMCacheShmConnector"'),
-        ({"kv_connector": "LMCacheMPConnector", "kv_connector_module_path": None}, '"kv_connector_module_path":"lmcache_shm.vllm"'),
-        ({"kv_connector_module_path": "lmcache_shm.vlm"}, '"kv_connector_module_path":"lmcache_shm.vllm"'),
+        (
+            {"kv_connector": "LMCacheMPConnector", "kv_connector_module_path": None},
+            '"kv_connector_module_path":"lmcache_shm.vllm"',
+        ),
+        (
+            {"kv_connector_module_path": "lmcache_shm.vlm"},
+            '"kv_connector_module_path":"lmcache_shm.vllm"',
+        ),
         ({"kv_role": "kv_consumer"}, '"kv_role":"kv_both"'),
         ({"kv_role": None}, '"kv_role":"kv_both"'),
     ],
@@ -239,7 +270,10 @@ def test_a_running_engine_without_the_connector_is_found():
 
 def test_a_running_engines_options_are_read_from_its_command_line():
     bad = json.dumps({**GOOD, "kv_role": "kv_producer"})
-    for words in (["vllm", "serve", "m", "--kv-transfer-config", bad], ["vllm", "serve", "m", f"--kv_transfer_config={bad}"]):
+    for words in (
+        ["vllm", "serve", "m", "--kv-transfer-config", bad],
+        ["vllm", "serve", "m", f"--kv_transfer_config={bad}"],
+    ):
         assert "engine 5: kv_role" in the_problem(engine.engines([(5, words)])).text
     good = ["vllm", "serve", "m", "--kv-transfer-config", json.dumps(GOOD)]
     assert not list(engine.engines([(5, good)]))
@@ -254,14 +288,18 @@ def test_another_vllm_is_found(monkeypatch: pytest.MonkeyPatch):
 
 def test_a_driver_is_named(tmp_path: Path):
     (tmp_path / "proc/driver/nvidia").mkdir(parents=True)
-    (tmp_path / "proc/driver/nvidia/version").write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  570.86.15  Thu\n")
+    (tmp_path / "proc/driver/nvidia/version").write_text(
+        "NVRM version: NVIDIA UNIX x86_64 Kernel Module  570.86.15  Thu\n"
+    )
 
     assert any("570.86.15" in finding.text for finding in engine.versions(tmp_path))
 
 
 # ------------------------------------------------------------------------------ planted: the server
 def test_a_missing_server_is_found_with_the_line_that_starts_it(tmp_path: Path):
-    found = the_problem(server.no_answer(tmp_path / "prod.sock", "prod", 0, Unavailable("no server")))
+    found = the_problem(
+        server.no_answer(tmp_path / "prod.sock", "prod", 0, Unavailable("no server"))
+    )
 
     assert found.remedy == "lmcache-shm server --instance prod"
 
@@ -274,12 +312,14 @@ def test_a_server_of_another_version_is_found(tmp_path: Path):
 
 
 def test_a_server_that_hangs_is_found(tmp_path: Path):
-    found = the_problem(server.no_answer(tmp_path / "x.sock", "x", os.getpid(), DeadlineExceeded("no answer")))
+    found = the_problem(
+        server.no_answer(tmp_path / "x.sock", "x", os.getpid(), DeadlineExceeded("no answer"))
+    )
 
     assert found.remedy.startswith(f"kill {os.getpid()}")
 
 
-HELLO = HelloReply(b"b", 1, b"a", "default", "/.", "/x", 0, True, "off", "0.1.0", 4711)  # noqa: FBT003
+HELLO = HelloReply(b"b", 1, b"a", "default", "/.", "/x", 0, True, "off", "0.1.0", 4711)
 
 
 def health(**changes: Any) -> list[Finding]:
@@ -298,7 +338,9 @@ def test_a_broken_table_is_found():
 
 
 def test_an_arena_of_another_mount_is_found():
-    hello = HelloReply(b"b", 1, b"a", "default", "/lmcache_shm.nowhere", "/x", 0, True, "off", "0.1.0", 1)  # noqa: FBT003
+    hello = HelloReply(
+        b"b", 1, b"a", "default", "/lmcache_shm.nowhere", "/x", 0, True, "off", "0.1.0", 1
+    )
 
     assert "--ipc=host" in the_problem(server.health(hello, snapshot(clients=[]), [])).remedy
 
@@ -324,7 +366,9 @@ def test_a_hit_rate_of_zero_is_explained(reason: str, remedy: str):
 
 
 def test_an_arena_that_turns_over_too_fast_is_found():
-    assert the_problem(health(arena__coldest_age_s=4.0)).remedy == "lmcache-shm server --l1-size-gb 8"
+    assert (
+        the_problem(health(arena__coldest_age_s=4.0)).remedy == "lmcache-shm server --l1-size-gb 8"
+    )
 
 
 def test_stores_without_room_are_found():
@@ -340,7 +384,7 @@ def test_a_dead_worker_is_found():
 def test_two_namespaces_of_one_model_are_compared():
     item = snapshot()
     twin = {**item["namespaces"][0], "id": 7, "description": {"model": "Qwen/Qwen3.5-4B", "tp": 2}}
-    found = [f for f in server.namespaces({"namespaces": [*item["namespaces"], twin]})]
+    found = list(compare_namespaces({"namespaces": [*item["namespaces"], twin]}))
 
     assert "tp (1 / 2)" in found[0].text
 
@@ -348,7 +392,9 @@ def test_two_namespaces_of_one_model_are_compared():
 # --------------------------------------------------------------------------------- on the command line
 def run(*words: str, **environ: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "lmcache_shm", "doctor", *words]
-    return subprocess.run(command, capture_output=True, text=True, env={**os.environ, **environ}, check=False)
+    return subprocess.run(
+        command, capture_output=True, text=True, env={**os.environ, **environ}, check=False
+    )
 
 
 def test_the_command_says_what_mends_it_and_exits_with_1(instance: str):
@@ -360,7 +406,13 @@ def test_the_command_says_what_mends_it_and_exits_with_1(instance: str):
 
 
 def test_the_command_in_json(instance: str):
-    done = run("--instance", instance, "--json", "--kv-transfer-config", json.dumps({**GOOD, "kv_role": "x"}))
+    done = run(
+        "--instance",
+        instance,
+        "--json",
+        "--kv-transfer-config",
+        json.dumps({**GOOD, "kv_role": "x"}),
+    )
     found = json.loads(done.stdout)
 
     assert done.returncode == 1
@@ -377,7 +429,9 @@ def test_the_engines_instance_is_the_one_that_is_looked_for(instance: str):
 
 def test_an_engine_that_starts_its_own_server_needs_none(instance: str):
     extra = {"lmcache_shm.instance": instance, "lmcache_shm.autostart_gb": 0.0625}
-    done = run("-q", "--kv-transfer-config", json.dumps({**GOOD, "kv_connector_extra_config": extra}))
+    done = run(
+        "-q", "--kv-transfer-config", json.dumps({**GOOD, "kv_connector_extra_config": extra})
+    )
 
     assert "no server" not in done.stdout
 

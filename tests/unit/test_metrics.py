@@ -26,7 +26,9 @@ UNITS = (
 )  # fmt: skip
 
 
-def samples(item: dict[str, Any] | None = None) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
+def samples(
+    item: dict[str, Any] | None = None,
+) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
     """(name, labels) → value, as a Prometheus server reads them."""
     registry = CollectorRegistry()
     registry.register(SnapshotCollector(lambda: item or snapshot()))
@@ -60,7 +62,12 @@ def test_every_counter_of_a_snapshot_is_a_metric():
 
 
 def test_groups_carry_their_namespace_model_and_kind():
-    labels = {"namespace": "1", "model": "openai/gpt-oss-20b", "group": "window128", "kind": "window"}
+    labels = {
+        "namespace": "1",
+        "model": "openai/gpt-oss-20b",
+        "group": "window128",
+        "kind": "window",
+    }
 
     assert value("group_hits_total", **labels) == 240
     assert value("group_hit_chunks_total", **labels) == 720
@@ -89,7 +96,10 @@ def test_an_empty_arena_has_metrics_too():
 
 
 def test_the_dashboard_asks_only_for_metrics_that_exist():
-    exist = {name for name, _ in samples()} | {"lmcache_shm_process_resident_memory_bytes", "lmcache_shm_process_cpu_seconds_total"}
+    exist = {name for name, _ in samples()} | {
+        "lmcache_shm_process_resident_memory_bytes",
+        "lmcache_shm_process_cpu_seconds_total",
+    }
     asked = set()
     board = json.loads(DASHBOARD.read_text(encoding="utf-8"))
     for panel in board["panels"]:
@@ -105,7 +115,19 @@ def test_the_dashboard_asks_only_for_metrics_that_exist():
 def test_the_dashboard_shows_every_kind_of_metric():
     text = DASHBOARD.read_text(encoding="utf-8")
 
-    for name in ("hit_tokens", "loaded_bytes", "stored_bytes", "arena_bytes", "evictions", "misses", "coldest_age", "lookup_duration", "group_slots", "restarts", "leases"):
+    for name in (
+        "hit_tokens",
+        "loaded_bytes",
+        "stored_bytes",
+        "arena_bytes",
+        "evictions",
+        "misses",
+        "coldest_age",
+        "lookup_duration",
+        "group_slots",
+        "restarts",
+        "leases",
+    ):
         assert f"lmcache_shm_{name}" in text
 
 
@@ -174,5 +196,7 @@ def test_a_taken_port_is_one_clear_error(port: int):
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", port))
         sock.listen()
-        with pytest.raises(OSError, match=f"cannot serve metrics at 127.0.0.1:{port}.*--metrics-port"):
+        with pytest.raises(
+            OSError, match=f"cannot serve metrics at 127.0.0.1:{port}.*--metrics-port"
+        ):
             MetricsServer(Loop(), port)  # type: ignore[arg-type]

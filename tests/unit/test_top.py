@@ -26,7 +26,9 @@ def history_of(*snapshots: dict[str, Any], every_s: float = 1.0) -> History:
     return history
 
 
-def shown(view: View, item: dict[str, Any] | None = None, history: History | None = None) -> list[str]:
+def shown(
+    view: View, item: dict[str, Any] | None = None, history: History | None = None
+) -> list[str]:
     """The frame as a terminal of that size shows it."""
     item = item or snapshot()
     history = history or history_of(item)
@@ -39,7 +41,9 @@ def shown(view: View, item: dict[str, Any] | None = None, history: History | Non
 
 
 # ------------------------------------------------------------------------------------------------ size
-@pytest.mark.parametrize("size", [(80, 24), (100, 30), (132, 24), (160, 48), (200, 60), (40, 10), (20, 5)])
+@pytest.mark.parametrize(
+    "size", [(80, 24), (100, 30), (132, 24), (160, 48), (200, 60), (40, 10), (20, 5)]
+)
 @pytest.mark.parametrize("colour", [True, False])
 def test_a_frame_fills_the_terminal_exactly(size: tuple[int, int], colour: bool):
     width, height = size
@@ -60,7 +64,17 @@ def test_no_size_breaks_a_frame(width: int, height: int, chosen: int | None):
 def test_a_standard_terminal_shows_every_section_and_the_keys():
     text = "\n".join(shown(View(80, 24)))
 
-    for word in ("arena", "hits", "loaded", "stored", "evicted", "groups", "misses", "engines", "events"):
+    for word in (
+        "arena",
+        "hits",
+        "loaded",
+        "stored",
+        "evicted",
+        "groups",
+        "misses",
+        "engines",
+        "events",
+    ):
         assert word in text
     assert "never seen 1310" in text
     assert "qwen-7f3a" in text
@@ -111,7 +125,9 @@ def test_the_screen_follows_a_resize():
 def test_rates_are_those_of_the_last_seconds():
     items = [snapshot()]
     for _ in range(10):
-        items.append(later(items[-1], 1.0, bytes_acquired=2 << 30, hit_tokens=500, query_tokens=1000))
+        items.append(
+            later(items[-1], 1.0, bytes_acquired=2 << 30, hit_tokens=500, query_tokens=1000)
+        )
     text = "\n".join(shown(View(80, 24), items[-1], history_of(*items)))
 
     assert "2.0 GiB/s" in text
@@ -145,7 +161,9 @@ def test_the_history_loses_no_gain(steps: list[tuple[float, int]]):
         item = later(item, seconds, evictions=gain)
         history.add(at, item)
     total = sum(gain for _, gain in steps)
-    points = history.rates("evictions", 7, 7 * at)  # far more than was seen: nothing falls off the left
+    points = history.rates(
+        "evictions", 7, 7 * at
+    )  # far more than was seen: nothing falls off the left
 
     assert history.gained("evictions", 1e9)[0] == pytest.approx(total)
     assert history.rate("evictions", 1e9) == pytest.approx(total / at)
@@ -195,7 +213,9 @@ def test_without_colour_groups_are_letters():
 
 
 def test_an_empty_arena_is_drawn_as_free():
-    item = snapshot(slab_map=[[-1, -1, 0, 0, 0, 0, 1024, 0]], namespaces=[], clients=[], events=[], misses={})
+    item = snapshot(
+        slab_map=[[-1, -1, 0, 0, 0, 0, 1024, 0]], namespaces=[], clients=[], events=[], misses={}
+    )
     text = "\n".join(shown(View(80, 24), item))
 
     assert "no engine has registered yet" in text
@@ -206,7 +226,12 @@ def test_an_empty_arena_is_drawn_as_free():
 def test_namespaces_and_groups_sort_by_what_was_asked_for():
     def names(sort: str) -> list[str]:
         lines = shown(View(100, 40, sort=sort))
-        return [n for line in lines for n in ("Qwen/Qwen3.5-4B ", "openai/gpt-oss-20b") if f"  {n}" in line]
+        return [
+            n
+            for line in lines
+            for n in ("Qwen/Qwen3.5-4B ", "openai/gpt-oss-20b")
+            if f"  {n}" in line
+        ]
 
     assert names("slots")[0] == "openai/gpt-oss-20b"
     assert names("hits")[0] == "Qwen/Qwen3.5-4B "

@@ -1,5 +1,6 @@
 """What the machine can do: the figures next to which all others are read."""
 
+import mmap
 import os
 import platform
 import re
@@ -14,10 +15,20 @@ from .side import spread
 GIB = 1 << 30
 
 
-def memcpy_rates(repeats: int = 5) -> dict[str, float]:
-    """GB/s (10^9) of one thread copying 1 GiB that has been touched before (numpy's memcpy)."""
+def memcpy_rates(repeats: int = 5, *, shared: bool = False) -> dict[str, float]:
+    """GB/s (10^9) of one thread copying 1 GiB that has been touched before (numpy's memcpy).
+
+    shared: the target is shared memory, as an arena is (4 KiB pages where the kernel gives no larger
+    ones to shared memory, which costs some of the rate).
+    """
     source = np.ones(GIB, dtype=np.uint8)
-    target = np.empty_like(source)
+    if shared:
+        fd = os.memfd_create("memcpy")
+        os.ftruncate(fd, GIB)
+        target = np.frombuffer(mmap.mmap(fd, GIB), dtype=np.uint8)
+        os.close(fd)
+    else:
+        target = np.empty_like(source)
     target[:] = 0
     rates = []
     for _ in range(repeats):

@@ -69,7 +69,7 @@ class CopyBackend:
         self.gpu, self.cpu = list(gpu.values()), list(cpu.values())
 
     def launch_copy(
-        self, src_blocks: Any, dst_blocks: Any, is_store: bool, event_idx: int, events_list: list[Any],
+        self, src_blocks: Any, dst_blocks: Any, is_store: Any, event_idx: int, events_list: list[Any],
         wait_event: Any = None,
     ) -> None:  # fmt: skip
         source, target = torch.tensor(src_blocks), torch.tensor(dst_blocks)

@@ -59,7 +59,9 @@ class Cache:
         self.client.start()
         if not self.client.wait(20) or not self.worker.wait(20):
             raise RuntimeError(f"no connection\n{server.log_tail()}")
-        assert self.client.registration and self.client.arena and self.worker.arena
+        assert self.client.registration is not None
+        assert self.client.arena is not None
+        assert self.worker.arena is not None
         self.place, self.arena = self.client.registration, self.client.arena
         self.engine = CpuEngine(self.worker.arena, [self.layout], threads=1)
         self.blocks = np.array(block_order(blocks, 5), dtype=np.int64)

@@ -138,7 +138,7 @@ def serve(start: Callable[..., Any], end: Callable[[Any], None]) -> None:
             request = json.loads(line)
             operation = request.pop("op")
             answers.write(json.dumps({"ok": getattr(subject, operation)(**request)}) + "\n")
-    except BaseException as error:  # also SystemExit: the driver must learn of it
+    except BaseException as error:  # noqa: BLE001  (also SystemExit: the driver must learn of it)
         traceback.print_exc()
         answers.write(json.dumps({"error": f"{type(error).__name__}: {error}"}) + "\n")
     finally:

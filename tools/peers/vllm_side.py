@@ -22,7 +22,7 @@ os.environ |= {
 }
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 
-from tools.peers.side import serve  # noqa: E402
+from tools.peers.side import serve
 
 HERE = Path(__file__).parent
 GIB = 1 << 30
@@ -34,7 +34,7 @@ def tolerate_foreign_modules() -> None:
     import builtins
     import types
 
-    import vllm.triton_utils.dispatcher as dispatcher
+    from vllm.triton_utils import dispatcher
 
     def safe_vars(value: Any) -> Any:
         found = builtins.vars(value)
@@ -136,7 +136,7 @@ class Subject:
             self.engine.step()
             time.sleep(0.01)
 
-    def prompt(self, tokens: int, seed: int, external: bool) -> dict[str, Any]:
+    def prompt(self, tokens: int, seed: int, *, external: bool) -> dict[str, Any]:
         """One prompt of `tokens`: cold, after a reset of vLLM's own cache (`external`), and a local hit."""
         numbers = random.Random(seed)
         prompt = [numbers.randrange(3, 1000) for _ in range(tokens)]

@@ -114,7 +114,8 @@ class CatalogMachine(RuleBasedStateMachine):
         for (_, chunk, group), row in zip(entries, rows, strict=True):
             owner = space.id, group, prefix.key(chunk)
             if owner in before:
-                assert row == EXISTS
+                # It may have had to leave for another group of the same request.
+                assert row == EXISTS or (owner in gone and len(groups) > 1)
             elif owner in pending or (owner in seen and row < 0):
                 assert row in {BUSY, FULL}
             else:
@@ -302,7 +303,7 @@ class CatalogMachine(RuleBasedStateMachine):
 
 
 CatalogMachine.TestCase.settings = settings(
-    max_examples=60, stateful_step_count=40, deadline=None,
+    max_examples=40, stateful_step_count=40, deadline=None,
     phases=(Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink),
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )  # fmt: skip

@@ -7,6 +7,8 @@ import time
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from lmcache_shm.arena import segment
 from lmcache_shm.arena.clients import ClientRecord, erase_client, start_time, write_client
@@ -244,6 +246,40 @@ def test_a_namespace_id_is_never_given_twice(arena):
 
     assert catalog.register(b"second", GROUPS).id == second.id
     assert catalog.register(b"third", GROUPS).id == second.id + 1
+
+
+@settings(deadline=None, max_examples=50, suppress_health_check=list(HealthCheck))
+@given(st.lists(st.tuples(st.floats(0, 1), st.integers(0, 2**64 - 1)), min_size=1, max_size=30))
+def test_scribbles_all_over_the_table_are_refused_or_repaired(scribbles):
+    """Whatever eight bytes are overwritten: the arena is not adopted, or what was adopted is consistent."""
+    with rig.arena_of(40 * SLAB) as arena:
+        filled(arena)
+        name, geometry = arena.instance, arena.geometry
+        for where, value in scribbles:
+            # Half of the table's bytes are rows that are not in use; aim at the first ones.
+            at = int(where**3 * (arena.regions.boards - 8))
+            arena.meta[at : at + 8] = value.to_bytes(8, "little")
+        arena.close()
+        try:
+            adopted = segment.adopt(name, geometry)
+        except segment.AdoptError:
+            segment.create(name, geometry.data_bytes).unlink()
+            return
+        try:
+            catalog = Catalog(adopted)
+            catalog.recover()
+        except CatalogError:
+            return
+        finally:
+            adopted.unlink()
+        assert catalog.check() == []
+        space = catalog.register(b"after", GROUPS)
+        for i in range(30):
+            prefix = Prefix(space, f"n{i}", 9)
+            store(catalog, space, prefix, range(9))
+            assert catalog.acquire(space.id, prefix.keys, 0, 9 * CHUNK + 1).rows
+        assert catalog.check() == []
+        adopted.close()
 
 
 def test_adopting_is_quick():

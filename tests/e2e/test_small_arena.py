@@ -1,0 +1,73 @@
+"""An arena that holds a fraction of what is computed: it evicts, and every answer is right."""
+
+import os
+from collections.abc import Iterator
+
+import pytest
+
+from tests.e2e.lab import TOLERANCE
+from tools.server_process import Server
+from tools.tiny_models.process import Engine, Output
+from tools.tiny_models.prompts import tokens
+
+CHUNK = 128
+# Wide KV heads, so that a prompt's slots are a good part of the smallest arena: 4 MiB for 128 tokens.
+WIDE = {
+    "hf_overrides": {"num_key_value_heads": 4, "head_dim": 256},
+    "kv_cache_memory_bytes": 512 << 20,
+}
+LENGTHS = [700, 900, 1100, 650, 1200, 800]
+PROMPTS = [tokens(f"small arena {i}", length) for i, length in enumerate(LENGTHS)]
+
+
+@pytest.fixture(scope="module")
+def small() -> Iterator[tuple[Server, Engine]]:
+    with (
+        Server(f"test-{os.getpid()}-small", chunk_size=CHUNK, size_mb=64) as server,
+        Engine("gemma3", engine=WIDE, connector=server.connector()) as engine,
+    ):
+        yield server, engine
+
+
+def differences(first: list[Output], second: list[Output]) -> list[float]:
+    return [one.difference(other) for one, other in zip(first, second, strict=True)]
+
+
+def test_an_arena_too_small_for_everything_gives_right_answers_while_it_evicts(
+    small: tuple[Server, Engine],
+) -> None:
+    """Four rounds over prompts that need several times the arena, in changing order; nothing loaded is ever wrong."""
+    server, engine = small
+    cold = engine.generate(PROMPTS, cold=True)
+    assert [output.external + output.local for output in cold] == [0] * len(PROMPTS)
+    hits = 0
+    for turn in range(3):
+        order = list(range(len(PROMPTS)))[:: -1 if turn % 2 == 0 else 1]
+        outputs = engine.generate([PROMPTS[i] for i in order], cold=True)
+
+        assert max(differences([cold[i] for i in order], outputs)) <= TOLERANCE
+        hits += sum(output.external for output in outputs)
+
+    table = server.wait_idle()
+    status = server.status()
+    size = status["arena"]["data_bytes"]
+    assert status["counters"]["bytes_committed"] > 2 * size
+    assert status["counters"]["evictions"] > 0
+    assert hits > 0  # the latest prompts are still there
+    assert int(table.cold["slot_bytes"][table.rows()].sum()) <= size
+    assert server.check() == []
+    assert engine.ask("free_blocks") == engine.info["num_blocks"] - 1
+
+
+def test_newest_wins(small: tuple[Server, Engine]) -> None:
+    """What was computed last is found, however full the arena was before."""
+    server, engine = small
+    newest = [tokens("newest", 600)]
+    cold = engine.generate(newest, cold=True)
+    server.wait_idle()
+
+    (again,) = engine.generate(newest, cold=True)
+
+    assert again.external == 600 // CHUNK * CHUNK
+    assert differences(cold, [again])[0] <= TOLERANCE
+    server.wait_idle()

@@ -1,0 +1,81 @@
+"""Every step at which a process is struck, and what makes it come to that step."""
+
+from typing import NamedTuple
+
+CATALOG = "lmcache_shm.catalog.catalog:Catalog."
+CONTROL = "lmcache_shm.control."
+ARENA = "lmcache_shm.arena."
+TRANSFER = "lmcache_shm.transfer."
+
+
+class Point(NamedTuple):
+    """`process`: server, restart (the server while it starts over a dead one's arena), scheduler, worker.
+
+    `nth`: which call from now on. `by`: what the harness does to bring it about, beside the load.
+    """
+
+    process: str
+    at: str
+    nth: int = 3
+    by: str = ""
+
+    @property
+    def name(self) -> str:
+        return f"{self.process}:{self.at.rpartition(':')[2].lstrip('_')}"
+
+
+SERVER = [
+    Point("server", CATALOG + "acquire"),
+    Point("server", CATALOG + "release"),
+    Point("server", CATALOG + "reserve"),
+    Point("server", CATALOG + "commit"),
+    Point("server", CATALOG + "abort", 1, "kill worker"),
+    Point("server", CATALOG + "quarantine", 1, "lose scheduler"),
+    Point("server", CATALOG + "unquarantine", 1, "lose scheduler"),
+    Point("server", CATALOG + "clear", 1, "clear"),
+    Point("server", CATALOG + "register", 1, "reconnect"),
+    Point("server", CATALOG + "leave", 1, "reconnect"),
+    Point("server", "lmcache_shm.catalog.slots:Slots.evict", 2),
+    Point("server", "lmcache_shm.catalog.slots:Slots.free", 2),
+    Point("server", "lmcache_shm.catalog.room:Room.make", 2),
+    Point("server", "lmcache_shm.catalog.room:Room._take_over", 1, "another size"),
+    Point("server", "lmcache_shm.catalog.reservation:Reserver._write", 2),
+    Point("server", ARENA + "allocator:SlabAllocator.alloc", 2),
+    Point("server", ARENA + "allocator:SlabAllocator.bind", 1, "clear"),
+    Point("server", ARENA + "allocator:SlabAllocator.unbind", 1, "clear"),
+    Point("server", ARENA + "clients:write_client", 1, "reconnect"),
+    Point("server", CONTROL + "engines:Engines.attach", 2, "reconnect"),
+    Point("server", CONTROL + "engines:Engines.leave", 1, "reconnect"),
+    Point("server", CONTROL + "session:Session.new_lease", 2),
+    Point("server", CONTROL + "server:Server._reply", 5),
+    Point("server", CONTROL + "server:Server._drop", 2, "reconnect"),
+]
+RESTART = [
+    Point("restart", ARENA + "segment:adopt", 1),
+    Point("restart", "lmcache_shm.catalog.recovery:_rewrite", 1),
+    Point("restart", "lmcache_shm.catalog.recovery:_index", 1),
+    Point("restart", ARENA + "segment:Arena.set_owner", 1),
+    Point("restart", CONTROL + "server:listen", 1),
+]
+SCHEDULER = [
+    Point("scheduler", CONTROL + "client:CacheClient.acquire"),
+    Point("scheduler", CONTROL + "client:CacheClient.step"),
+    Point("scheduler", CONTROL + "client:CacheClient._greet", 1, "reconnect"),
+    Point("scheduler", CONTROL + "client:CacheClient._lost", 1, "reconnect"),
+    Point("scheduler", CONTROL + "link:Link._map", 1, "reconnect"),
+    Point("scheduler", CONTROL + "connection:Connection._send", 4),
+    Point("scheduler", CONTROL + "connection:Connection._receive", 4),
+    Point("scheduler", "tests.faults.engine:Engine._load", 1),
+    Point("scheduler", "tests.faults.engine:Engine._order"),
+    Point("scheduler", "tests.faults.engine:Engine._on_board", 2),
+]
+WORKER = [
+    Point("worker", CONTROL + "client:WorkerClient._greet", 1, "reconnect"),
+    Point("worker", TRANSFER + "cpu:CpuEngine.submit"),
+    Point("worker", TRANSFER + "cpu:CpuEngine._copy", 7),
+    Point("worker", TRANSFER + "guard:SlotGuard.changed_hands", 7),
+    Point("worker", TRANSFER + "strided:BundleCopier.store", 7),
+    Point("worker", TRANSFER + "strided:BundleCopier.load", 7),
+    Point("worker", "tests.faults.worker:Worker._tick"),
+]
+POINTS = SERVER + RESTART + SCHEDULER + WORKER

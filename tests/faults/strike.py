@@ -1,0 +1,64 @@
+"""Strike one process at one step, under load, and see everybody recover."""
+
+import signal
+
+from tests.faults import failpoints
+from tests.faults.cluster import Cluster, until
+from tests.faults.engines import EngineProcess
+from tests.faults.points import TRANSFER, Point
+
+STORE = TRANSFER + "strided:BundleCopier.store"
+
+
+def strike(cluster: Cluster, point: Point, when: str, do: str) -> None:
+    """Arm it, bring it about, go on until it has struck: a test of nothing must not pass."""
+    fault = failpoints.spec(point.at, when, point.nth, do)
+    before = struck(cluster, point.at)
+    cluster.settle()
+    victim = cluster.engines[0]
+    if point.process == "restart":
+        cluster.kill_server()
+        cluster.start_server(fault)
+    elif point.process == "server":
+        cluster.arm_server(fault)
+    elif point.process == "scheduler":
+        victim.tell(arm=fault)
+    else:
+        victim.tell(arm=fault, rank=int(victim.options["world"]) - 1)
+    guest = provoke(cluster, point.by, victim)
+    cluster.drive(lambda: struck(cluster, point.at) > before, f"{when} {point.at}", 30)
+    if guest is not None:
+        cluster.settle()
+        cluster.dismiss(guest)
+
+
+def struck(cluster: Cluster, at: str) -> int:
+    return sum(one["at"] == at for one in cluster.struck())
+
+
+def provoke(cluster: Cluster, by: str, engine: EngineProcess) -> EngineProcess | None:
+    """What brings a rare step about; the engine that came for it, if one did."""
+    if by in {"clear", "reconnect"}:
+        engine.tell(**{by: True})
+    elif by == "kill worker":
+        engine.tell(arm=failpoints.spec(STORE, "before", 2), rank=0)
+    elif by == "lose scheduler":
+        lose_scheduler(cluster, engine)
+    elif by == "another size":
+        return cluster.add_engines({"world": 1, "space": "other"})[0]
+    return None
+
+
+def lose_scheduler(cluster: Cluster, engine: EngineProcess, *, document: int | None = None) -> int:
+    """Kill a scheduler while a worker of it is stopped in the middle of a copy; that worker's pid."""
+    before = struck(cluster, STORE)
+    engine.ask(arm=failpoints.spec(STORE, "before", 2, "stop"), rank=0)
+    if document is None:
+        engine.tell(run=100, seconds=20.0)
+    else:
+        engine.tell(document=document, chunks=5)
+    until(lambda: struck(cluster, STORE) > before, "a worker stopped in a store")
+    pid = int(cluster.struck()[-1]["pid"])
+    engine.process.send_signal(signal.SIGKILL)
+    engine.process.wait()
+    return pid

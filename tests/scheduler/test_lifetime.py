@@ -1,0 +1,448 @@
+"""Blocks, leases and requests from beginning to end: preempted, aborted, evicted, late, failed, restarted."""
+
+import time
+from collections.abc import Callable
+
+import pytest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from vllm.v1.request import RequestStatus
+
+from tests.scheduler.lab import Lab
+from tests.scheduler.late import Pace
+
+
+
+# ------------------------------------------------------------------------------------- stores
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_block_that_is_being_stored_is_given_to_nobody(
+    asynchronous: bool, instance: str
+) -> None:
+    """The request has ended, the copy has not: other requests run meanwhile, and the bytes are still right."""
+    with Lab("full", instance, asynchronous=asynchronous, room=3.0) as lab:
+        first = lab.prompt(20 * lab.chunk + 1, seed=1)
+        lab.hold()
+        lab.add(first)
+        lab.run(idle_too=False)
+        held = [b for b in lab.engine.oracle.pool.blocks if b.ref_cnt and not b.is_null]
+        assert 20 == len(held)
+        for seed in range(2, 6):
+            lab.add(lab.prompt(300, seed=seed))
+        lab.run(idle_too=False)
+
+        lab.wipe()
+        assert 20 * lab.chunk == lab.ask(first).external_tokens
+
+
+def test_a_preempted_requests_blocks_are_kept_until_they_are_stored(instance: str) -> None:
+    """Preemption frees blocks at once; what was planned to be copied from them stays, then is found."""
+    with Lab("full", instance, pace=Pace(40, 0.2), room=1.2, max_len=320, step=64) as lab:
+        requests = [lab.add(lab.prompt(100, seed=n), 120) for n in range(4)]
+        lab.run()
+        assert lab.engine.resumed > 0, "nobody was preempted"
+
+        lab.rest()
+        for n, _ in enumerate(requests):
+            lab.wipe()
+            assert 96 <= lab.ask(lab.prompt(100, seed=n)).external_tokens
+
+
+def test_waiting_for_copies_is_preferred_to_preempting_somebody(instance: str) -> None:
+    """When only copies keep blocks from being free, the engine does not throw a running request out."""
+    with Lab("full", instance, room=1.0, max_len=320, step=128) as lab:
+        lab.hold()
+        lab.add(lab.prompt(161, seed=1))
+        lab.run(idle_too=False)
+        running = lab.add(lab.prompt(100, seed=2), 150)
+        lab.turns(140)
+        assert "RUNNING" == lab.status(running)
+        assert 0 == lab.engine.resumed
+
+        lab.release()
+        lab.run()
+        assert 0 == lab.engine.resumed
+
+
+@pytest.mark.parametrize("family", ["full", "gdn", "windows"])
+def test_a_store_that_fails_leaves_nothing_behind(family: str, instance: str) -> None:
+    """Its slots are free again, its blocks too, and the next request may store them."""
+    with Lab(family, instance) as lab:
+        prompt = lab.prompt(4 * lab.chunk + 1)
+        lab.hold()
+        lab.add(prompt)
+        lab.run(idle_too=False)
+        lab.finish("store", fail="deadline")
+        lab.rest()
+        assert {} == lab.cache.stored()
+        lab.wipe()
+        lab.ask(prompt)
+        lab.wipe()
+
+        assert 4 * lab.chunk == lab.ask(prompt).external_tokens
+
+
+def test_an_idle_engine_commits_and_lets_go_without_a_step(instance: str) -> None:
+    """The last request has ended and nobody steps the engine: its stores become visible, its prefix cache can be reset."""
+    with Lab("full", instance, own_threads=True) as lab:
+        lab.hold()
+        lab.add(lab.prompt(4 * lab.chunk + 1))
+        lab.run(idle_too=False)
+        for engine in lab.cache.engines:
+            engine.finish()
+        until(lambda: len(lab.cache.stored()) == 4)
+
+        assert lab.scheduler.reset_prefix_cache()
+
+
+# ------------------------------------------------------------------------------------- look-ups
+def test_look_ups_that_are_repeated_for_lack_of_blocks_cost_one_lease(instance: str) -> None:
+    """A request that cannot be admitted is asked about in every step: the answer and the pins stay the same."""
+    with Lab("full", instance, room=1.0, max_len=320, step=128) as lab:
+        wanted = lab.prompt(161, seed=1)
+        lab.ask(wanted)
+        lab.wipe()
+        running = lab.add(lab.prompt(250, seed=2), 60)
+        lab.turns(3)
+        waiting = lab.add(wanted)
+        before = lab.server.service.latency["acquire"].count
+        lab.turns(20)
+        assert ("RUNNING", "WAITING") == (lab.status(running), lab.status(waiting))
+        assert 1 == lab.server.service.latency["acquire"].count - before
+        assert 20 == lab.server.pins
+
+        lab.run()
+        assert 160 == lab.engine.asked[waiting].external_tokens
+
+
+@pytest.mark.parametrize("family", ["full", "gdn", "windows_one_object"])
+def test_nothing_leaves_the_arena_between_look_up_and_load(family: str, instance: str) -> None:
+    """Pins last until the copy has ended, whatever else is evicted meanwhile."""
+    with Lab(family, instance) as lab:
+        prompt = lab.prompt(4 * lab.chunk + 1)
+        lab.ask(prompt)
+        lab.wipe()
+        lab.hold()
+        again = lab.add(prompt)
+        lab.turns(2)
+        assert "WAITING_FOR_REMOTE_KVS" == lab.status(again)
+        lab.server.evict(list(lab.cache.stored().values()))
+        lab.finish("load")
+        lab.run(idle_too=False)
+
+        assert 4 * lab.chunk == lab.engine.asked[again].external_tokens
+        assert 0 == lab.cache.failed_loads
+
+
+@pytest.mark.parametrize("family", ["full", "gdn", "windows", "deepseek_v4", "mla_tp2"])
+def test_a_slot_that_was_given_away_under_a_load_is_noticed(family: str, instance: str) -> None:
+    """A bug elsewhere breaks a pin: the load fails, the request is computed from its beginning."""
+    with Lab(family, instance, arena_bytes=8 << 20) as lab:
+        prompt = lab.prompt(3 * lab.chunk + 1)
+        lab.ask(prompt)
+        lab.wipe()
+        lab.hold()
+        again = lab.add(prompt, 3)
+        lab.turns(2)
+        lab.server.steal(next(iter(lab.cache.stored().values())))
+        lab.finish("load")
+        lab.run(idle_too=False)
+
+        assert 1 == lab.cache.failed_loads
+        assert "length" == lab.engine.asked[again].finish
+
+
+@pytest.mark.parametrize("family", ["full", "gdn", "windows_tp2"])
+def test_a_request_whose_load_failed_is_computed_and_not_offered_anything_again(
+    family: str, instance: str
+) -> None:
+    """Also if only one rank failed, and after some of the pages had arrived."""
+    with Lab(family, instance) as lab:
+        prompt = lab.prompt(4 * lab.chunk + 1)
+        lab.ask(prompt)
+        lab.wipe()
+        lab.hold()
+        again = lab.add(prompt, 3)
+        lab.turns(2)
+        lab.cache.engines[-1].finish("load", fail="deadline")
+        lab.finish("load")
+        lab.run(idle_too=False)
+
+        assert {again} == lab.cache.spoiled
+        assert "length" == lab.engine.asked[again].finish
+
+
+# ------------------------------------------------------------------------------------- the end of requests
+def _waiting(lab: Lab, prompt: list[int]) -> str:
+    return lab.add(prompt)
+
+
+def _looked_up(lab: Lab, prompt: list[int]) -> str:
+    """Looked up, but there are no blocks for it."""
+    lab.add(lab.prompt(250, seed=99), 60)
+    lab.turns(3)
+    req_id = lab.add(prompt)
+    lab.turns(3)
+    return req_id
+
+
+def _loading(lab: Lab, prompt: list[int]) -> str:
+    req_id = lab.add(prompt)
+    lab.turns(2)
+    assert "WAITING_FOR_REMOTE_KVS" == lab.status(req_id)
+    return req_id
+
+
+def _loaded(lab: Lab, prompt: list[int]) -> str:
+    """The load has ended, the scheduler has not been told."""
+    req_id = _loading(lab, prompt)
+    lab.finish("load")
+    return req_id
+
+
+def _failed(lab: Lab, prompt: list[int]) -> str:
+    req_id = _loading(lab, prompt)
+    lab.finish("load", fail="deadline")
+    lab.turns(1)
+    return req_id
+
+
+def _running(lab: Lab, prompt: list[int]) -> str:
+    req_id = lab.add([*prompt, *lab.prompt(100, seed=5)], 50)
+    lab.turns(2)
+    lab.finish("load")
+    lab.turns(4)
+    assert "RUNNING" == lab.status(req_id)
+    return req_id
+
+
+def _between(lab: Lab, prompt: list[int]) -> str:
+    """Scheduled, not executed yet."""
+    req_id = lab.add(lab.prompt(90, seed=6), 5)
+    lab.engine.schedule()
+    return req_id
+
+
+@pytest.mark.parametrize(
+    "state", [_waiting, _looked_up, _loading, _loaded, _failed, _running, _between]
+)
+@pytest.mark.parametrize("family", ["full", "gdn", "windows_tp2"])
+def test_a_request_may_be_aborted_in_any_state(
+    family: str, state: Callable[[Lab, list[int]], str], instance: str
+) -> None:
+    """The engine never hears of a request it no longer knows, and nothing stays pinned or held."""
+    with Lab(family, instance, room=1.2, max_len=320) as lab:
+        prompt = lab.prompt(4 * lab.chunk + 1)
+        lab.ask(prompt)
+        lab.wipe()
+        lab.hold()
+        req_id = state(lab, prompt)
+        lab.engine.abort(req_id)
+        lab.release()
+        lab.run()
+        assert "gone" == lab.status(req_id)
+
+
+def test_a_request_that_ends_while_it_is_stored_is_not_waited_for(instance: str) -> None:
+    """Its id is free at once: only the blocks that are being read are kept."""
+    with Lab("windows", instance) as lab:
+        lab.hold()
+        req_id = lab.add(lab.prompt(100))
+        lab.run(idle_too=False)
+        assert lab.pending("store") > 0
+        assert "gone" == lab.status(req_id)
+
+
+def test_behind_a_failed_load_others_go_on(instance: str) -> None:
+    """A request whose load failed needs more blocks than are free: those that have theirs still run, and end.
+
+    vLLM leaves such a request at the head of the queue of block holders although it holds none.
+    """
+    with Lab("windows", instance, room=1.1, max_len=320, step=64) as lab:
+        small, large = lab.prompt(161, seed=1), lab.prompt(300, seed=2)
+        lab.ask(small)
+        lab.ask(large[:49])
+        lab.wipe()
+        lab.hold()
+        first = lab.add(large)
+        second = lab.add(small, 2)
+        lab.turns(2)
+        assert 2 == lab.pending("load")
+        lab.cache.engines[0].pending[0].fail = "deadline"
+        lab.release()
+        lab.run()
+
+        finished = [lab.engine.asked[r].finish for r in (first, second)]
+        assert ["length", "length"] == finished
+
+
+# ------------------------------------------------------------------------------------- resets, restarts
+def test_a_reset_of_the_engines_cache_leaves_the_arena_alone(instance: str) -> None:
+    """And one with reset_external empties it: nothing is found, also by requests that were looked up before."""
+    with Lab("full", instance) as lab:
+        prompt = lab.prompt(4 * lab.chunk + 1)
+        lab.ask(prompt)
+        lab.wipe()
+        assert 4 * lab.chunk == lab.ask(prompt).external_tokens
+        assert lab.scheduler.reset_prefix_cache(False, True)
+
+        assert {} == lab.cache.stored()
+        assert 0 == lab.ask(prompt).external_tokens
+
+
+@pytest.mark.parametrize("family", ["full", "gdn"])
+def test_what_was_computed_before_the_weights_changed_is_not_stored_after(
+    family: str, instance: str
+) -> None:
+    """A request that runs through a reset_external stores nothing of its older tokens."""
+    with Lab(family, instance) as lab:
+        lab.hold()
+        old = lab.add(lab.prompt(6 * lab.chunk + 1), 40)
+        lab.turns(4)
+        assert lab.pending("store") > 0
+        lab.scheduler.reset_connector_cache()
+        lab.release()
+        lab.run()
+        lab.rest()
+
+        assert {} == lab.cache.stored()
+        assert "length" == lab.engine.asked[old].finish
+
+
+def test_running_requests_are_preempted_by_a_reset_and_end(instance: str) -> None:
+    """reset_running_requests: their blocks are all free for it, also those that were just stored."""
+    with Lab("gdn", instance) as lab:
+        ids = [lab.add(lab.prompt(100, seed=n), 20) for n in range(3)]
+        lab.turns(8)
+        lab.cache.catch_up()
+        assert lab.scheduler.reset_prefix_cache(reset_running_requests=True)
+        lab.run()
+
+        assert {"length"} == {lab.engine.asked[r].finish for r in ids}
+
+
+def test_an_engine_whose_server_restarted_gets_misses_then_hits_again(instance: str) -> None:
+    """No step waits, nothing is lost that was committed, and the engine registers anew by itself."""
+    with Lab("full", instance) as lab:
+        prompt = lab.prompt(4 * lab.chunk + 1)
+        lab.ask(prompt)
+        lab.wipe()
+        lab.server.stop()
+        lab.cache.blind = True
+        began = time.monotonic()
+        assert 0 == lab.ask(prompt).external_tokens
+        assert time.monotonic() - began < 2
+        lab.wipe()
+        lab.server.restart()
+        until(lambda: lab.cache.side.start.client.up)
+        lab.cache.blind = False
+
+        assert 4 * lab.chunk == lab.ask(prompt).external_tokens
+
+
+def test_copies_that_outlive_their_server_are_never_served(instance: str) -> None:
+    """A store is underway when the server dies: its slots are quarantined, and free once the copy has ended."""
+    with Lab("full", instance) as lab:
+        lab.hold()
+        lab.add(lab.prompt(4 * lab.chunk + 1))
+        lab.run(idle_too=False)
+        lab.server.stop()
+        lab.server.restart()
+        until(lambda: lab.cache.side.start.client.up)
+        assert {} == lab.cache.stored()
+        lab.release()
+        lab.run()
+        lab.rest()
+
+        assert {} == lab.cache.stored()
+
+
+# ------------------------------------------------------------------------------------- identity, sharing
+def test_salts_and_adapters_never_share(instance: str) -> None:
+    """The same tokens under another cache salt or adapter are another prefix: zero hits."""
+    with Lab("full", instance) as lab:
+        prompt = lab.prompt(4 * lab.chunk + 1)
+        who = [(None, None), ("a", None), ("b", None), (None, "x"), ("a", "x")]
+        for salt, adapter in who:
+            assert 0 == lab.ask(prompt, salt=salt, adapter=adapter).external_tokens
+        lab.wipe()
+        for salt, adapter in who:
+            asked = lab.ask(prompt, salt=salt, adapter=adapter)
+            assert 4 * lab.chunk == asked.external_tokens
+
+
+@pytest.mark.parametrize("family", ["windows", "gdn", "deepseek_v4"])
+def test_two_engines_share_one_arena(family: str, instance: str) -> None:
+    """What one has stored the other finds, and while one is writing a chunk the other leaves it alone."""
+    with Lab(family, instance, arena_bytes=8 << 20) as one:
+        known = one.cache._known
+        with Lab(family, instance, server=one.server, engine_id="other", known=known) as two:
+            prompt = two.prompt(3 * two.chunk + 1)
+            one.hold()
+            one.add(prompt)
+            one.run(idle_too=False)
+            assert 0 == two.ask(prompt).external_tokens
+            assert {} == one.cache.stored()
+            one.release()
+            one.run()
+            one.rest()
+            two.wipe()
+
+            assert 3 * two.chunk == two.ask(prompt).external_tokens
+
+
+def test_an_engine_that_starts_anew_finds_what_the_last_one_stored(instance: str) -> None:
+    """Nothing of the keys depends on the engine or its process."""
+    with Lab("gdn", instance) as first:
+        prompt = first.prompt(4 * first.chunk + 1)
+        first.ask(prompt)
+        first.rest()
+        known = first.cache._known
+        with Lab("gdn", instance, server=first.server, engine_id="next", known=known) as second:
+            assert 4 * second.chunk == second.ask(prompt).external_tokens
+
+
+# ------------------------------------------------------------------------------------- figures
+def test_counters_only_grow(instance: str) -> None:
+    """Preemption, failed loads and resets never subtract: a Prometheus counter would end the engine."""
+    with Lab("full", instance, pace=Pace(3, 0.5, fail_loads=0.5), room=1.1, max_len=320) as lab:
+        registry = CollectorRegistry()
+        metrics = lab.scheduler.connector.build_prom_metrics(
+            lab.engine.config,
+            {kind: _in(kind, registry) for kind in (Counter, Gauge, Histogram)},
+            ["model_name", "engine"],
+            {0: ["m", "0"]},
+        )
+        told: list[dict[str, float]] = []
+        make_stats = lab.scheduler.make_stats
+
+        def observing(*given: object, **more: object) -> object:
+            stats = make_stats(*given, **more)
+            if stats is not None and stats.kv_connector_stats:
+                told.append(stats.kv_connector_stats)
+                metrics.observe(stats.kv_connector_stats)
+            return stats
+
+        lab.scheduler.make_stats = observing
+        for n in range(12):
+            lab.add(lab.prompt(120, seed=n % 3), 60)
+            lab.run(idle_too=False)
+            if n % 4 == 3:
+                lab.wipe()
+        assert told
+
+
+def _in(kind: type, registry: CollectorRegistry) -> Callable[..., object]:
+    return lambda *given, **more: kind(*given, **{**more, "registry": registry})
+
+
+def until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
+    """Wait for what other threads do."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it does not happen"
+        time.sleep(0.005)
+
+
+def test_statuses_that_these_tests_rely_on_exist() -> None:
+    """A renamed status of vLLM would make the tests above vacuous."""
+    names = {"WAITING", "WAITING_FOR_REMOTE_KVS", "RUNNING", "PREEMPTED"}
+    assert names <= {status.name for status in RequestStatus}
