@@ -72,6 +72,7 @@ class SlabAllocator:
         self.rebinds = 0
         self._free: dict[int, _Stack] = {}
         self._extents: dict[int, int] = {}  # class → number of its extents
+        self._free_slabs = int((arena.slabs["extent_slabs"] == 0).sum())
         self._plan = lru_cache(maxsize=1024)(self._extent_slabs)
 
     # -------------------------------------------------------------------------------- planning
@@ -151,6 +152,11 @@ class SlabAllocator:
         """Extents bound to this size."""
         return self._extents.get(slot_class(slot_bytes), 0)
 
+    def alone(self, slot_bytes: int) -> bool:
+        """No extent is bound to another size."""
+        mine = slot_class(slot_bytes)
+        return not any(n for size, n in self._extents.items() if size != mine)
+
     # --------------------------------------------------------------------------------- extents
     def bind(self, slot_bytes: int, start: int, m: int) -> int:
         """Cut free slabs [start, start + m) into slots; their number."""
@@ -169,6 +175,7 @@ class SlabAllocator:
         hot["state"][rows] = SlotState.FREE  # last: a FREE row is always inside a bound extent
         self._stack(size).push(rows[::-1])
         self._extents[size] = self._extents.get(size, 0) + 1
+        self._free_slabs -= m
         return n
 
     def unbind(self, starts: Sequence[int]) -> None:
@@ -185,6 +192,7 @@ class SlabAllocator:
         state = self.arena.hot["state"].reshape(self.slabs, q)
         state[leaving] = SlotState.UNUSED  # first: a FREE row is always inside a bound extent
         slabs[leaving] = 0
+        self._free_slabs += int(leaving.sum())
 
     def rows_of(self, start: int, slots: int) -> Rows:
         """Rows of an extent by its first slab and number of slots."""
@@ -224,9 +232,9 @@ class SlabAllocator:
 
     def _bind_free(self, size: int) -> bool:
         """Bind one more extent in free slabs, the smallest gap that will do. False: there is none."""
-        gaps = self.free_runs()
-        if not len(gaps):
+        if not self._free_slabs:
             return False
+        gaps = self.free_runs()
         wanted = self.extent_slabs(size)
         enough = gaps[gaps[:, 1] >= wanted]
         if wanted and len(enough):

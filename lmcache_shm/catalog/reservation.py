@@ -115,7 +115,8 @@ class Reserver:
     ) -> U64:
         """A tick for each new entry; falling along every run of consecutive chunks."""
         follows = np.zeros(len(picks), np.bool_)
-        follows[1:] = (entries.parents[picks[1:]] == entries.keys[picks[:-1]]).all(axis=1)
+        parents, keys = entries.parents[picks[1:]], entries.keys[picks[:-1]]
+        follows[1:] = (parents[:, 0] == keys[:, 0]) & (parents[:, 1] == keys[:, 1])
         heads = np.flatnonzero(~follows)
         lengths = np.diff(heads, append=len(picks))
         first = np.empty(len(heads), np.uint64)

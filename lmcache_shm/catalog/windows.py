@@ -37,6 +37,8 @@ class Windows:
 
     def colder(self, slot_bytes: int, than: float, *, urgent: bool) -> Window | None:
         """A window for this class whose slots' mean tick is below `than`. `urgent`: the class has nothing else."""
+        if self._slabs.alone(slot_bytes):
+            return None
         size = slot_class(slot_bytes)
         window = self._next(size, than)
         if window is not None:

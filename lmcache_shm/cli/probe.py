@@ -5,12 +5,11 @@ engine, no weights, no GPU. This module starts it, and turns its answer into adv
 """
 
 import json
-import math
 import shlex
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,7 +17,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-AUTO_CHUNK_FROM = 256  # tokens; `--chunk-size auto` takes the smallest admissible size from here on
+from lmcache_shm.cli.app import CommandError
+
 KIND = {
     "full_attention": "full",
     "sink_full_attention": "full, sinks",
@@ -36,23 +36,19 @@ class ProbeError(RuntimeError):
 
 @dataclass(frozen=True)
 class Advice:
-    """What follows from the groups. All sizes in tokens."""
+    """What follows from the facts."""
 
-    n: int
-    """Unified block size: the smallest number of tokens that ends a block in every group."""
-    chunk_sizes: list[int]
-    """The smallest admissible chunk sizes; empty if there is none."""
-    auto_chunk: int
-    """What ``--chunk-size auto`` resolves to; 0 if no chunk size is admissible."""
     max_num_batched_tokens: int | None
-    """Step budget for recurrent models, else None."""
+    """Step budget for recurrent models in tokens, else None."""
     warnings: list[str]
     server: str
+    """Command line of the cache server."""
     engine: str
+    """Command line of vLLM."""
 
 
 def resolve(model: str, args: list[str], platform: str = "auto", timeout_s: float = 600) -> Any:
-    """Facts of :func:`lmcache_shm.vllm.resolve.facts` for ``vllm serve MODEL ARGS``.
+    """Facts of :func:`lmcache_shm.vllm.model_facts.facts` for ``vllm serve MODEL ARGS``.
 
     Raises ProbeError with vLLM's own reason.
     """
@@ -87,25 +83,15 @@ def _last_words(log: str) -> str:
 
 
 def advise(model: str, args: list[str], facts: Any) -> Advice:
-    """N, admissible chunk sizes and the command lines for the facts of one model."""
-    groups = [group for group in facts["groups"] if group["cacheable"]]
-    n = math.lcm(*(group["tokens_per_block"] for group in groups)) if groups else 0
-    local = [group["attention_chunk"] for group in groups if group["attention_chunk"]]
-    # A chunk must not straddle a chunked-local layer's reach, else its pages are not there to store.
-    sizes = [size for size in (n * k for k in range(1, 65)) if all(a % size == 0 for a in local)]
-    sizes = sizes if n else []
-    auto = next((s for s in sizes if s >= AUTO_CHUNK_FROM), sizes[-1] if sizes else 0)
-    recurrent = any(group["kind"] == "mamba" for group in groups)
+    """Step budget, command lines and warnings for the facts of one model."""
+    recurrent = any(group["kind"] == "mamba" for group in facts["groups"] if group["cacheable"])
     # vLLM ends prefill steps on multiples of N. A budget under 2N makes every boundary such an
     # end; N itself would leave a prefill waiting as long as any other request decodes.
-    budget = 2 * n - 1 if recurrent else None
+    budget = 2 * facts["n"] - 1 if recurrent and facts["n"] else None
     return Advice(
-        n=n,
-        chunk_sizes=sizes[:4],
-        auto_chunk=auto,
         max_num_batched_tokens=budget,
-        warnings=_warnings(facts, n, auto),
-        server=f"lmcache-shm server --chunk-size {auto or 'auto'} --l1-size-gb 4",
+        warnings=_warnings(facts),
+        server=f"lmcache-shm server --chunk-size {facts['auto_chunk'] or 'auto'} --l1-size-gb 4",
         engine=_engine_line(model, args, budget),
     )
 
@@ -129,8 +115,8 @@ def _engine_line(model: str, args: list[str], budget: int | None) -> str:
     return shlex.join(line)
 
 
-def _warnings(facts: Any, n: int, auto: int) -> list[str]:
-    said = []
+def _warnings(facts: Any) -> list[str]:
+    said = [facts["refusal"]] if facts["refusal"] else []
     if facts["device_assumed"]:
         said.append(
             f"no such GPU here: {facts['device']}. The attention backend, and so N, may differ on "
@@ -145,11 +131,7 @@ def _warnings(facts: Any, n: int, auto: int) -> list[str]:
             f"mamba cache mode is {facts['mamba_cache_mode']}; use --enable-prefix-caching "
             "--mamba-cache-mode align"
         )
-    if facts["groups"] and n and not auto:
-        said.append("no chunk size is a multiple of N and divides the local attention chunk")
-    if not n:
-        said.append("no KV cache group of this model can be cached")
-    if n > facts["max_model_len"]:
+    if facts["n"] > facts["max_model_len"]:
         said.append(f"no prompt is as long as one block: --max-model-len {facts['max_model_len']}")
     return said
 
@@ -164,7 +146,7 @@ def show(facts: Any, advice: Advice, console: Console) -> None:
         f"vLLM {facts['vllm']}, resolved for {where}; {', '.join(facts['backends'])}",
         soft_wrap=True,
     )
-    console.print(f"\nN = {advice.n} tokens (unified block size)\n", style="bold")
+    console.print(f"\nN = {facts['n']} tokens (unified block size)\n", style="bold")
     table = Table(box=None, pad_edge=False)
     table.add_column("group")
     table.add_column("kind", no_wrap=True)
@@ -183,12 +165,13 @@ def show(facts: Any, advice: Advice, console: Console) -> None:
             "-" if state else f"{group['content_bytes'] / group['tokens_per_block']:,.0f}",
         )
     console.print(table)
-    if advice.chunk_sizes:
-        sizes = ", ".join(map(str, advice.chunk_sizes))
-        console.print(f"\nchunk sizes: {sizes}, … (auto: {advice.auto_chunk})")
+    if facts["chunk_sizes"]:
+        sizes = ", ".join(map(str, facts["chunk_sizes"][:4]))
+        more = ", …" if len(facts["chunk_sizes"]) > 4 else ""
+        console.print(f"\nchunk sizes: {sizes}{more} (auto: {facts['auto_chunk']})")
     if advice.max_num_batched_tokens:
         console.print(
-            f"step budget: {advice.n} ≤ max_num_batched_tokens < {2 * advice.n}, so that every "
+            f"step budget: {facts['n']} ≤ max_num_batched_tokens < {2 * facts['n']}, so that every "
             'boundary is cached; any from N on with "lmcache_shm.mamba_steps": "any"',
             soft_wrap=True,
         )
@@ -204,6 +187,7 @@ def probe(
     platform: Annotated[
         str, typer.Option(help="auto, cpu, or cuda:MAJOR.MINOR (no GPU needed: it is assumed).")
     ] = "auto",
+    *,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
     """Find the block size N and the KV cache groups of a model, without starting an engine.
@@ -211,17 +195,15 @@ def probe(
     Further options are those of `vllm serve`, such as --tensor-parallel-size or --kv-cache-dtype.
     """
     args = list(context.args)
-    console = Console(stderr=True)
     if platform not in {"auto", "cpu"} and not platform.startswith("cuda"):
         raise typer.BadParameter("auto, cpu, cuda or cuda:MAJOR.MINOR", param_hint="--platform")
     try:
         facts = resolve(model, args, platform)
     except ProbeError as error:
-        console.print(f"lmcache-shm probe: {error}", style="red", markup=False, soft_wrap=True)
-        raise typer.Exit(1) from None
+        raise CommandError(str(error)) from None
     advice = advise(model, args, facts)
     if as_json:
-        print(json.dumps({"model": model, "args": args, **facts, **advice.__dict__}))
+        print(json.dumps({"model": model, "args": args, **facts, **asdict(advice)}))
     else:
         show(facts, advice, Console())
 

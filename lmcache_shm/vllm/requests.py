@@ -32,6 +32,8 @@ class RequestState:
     """Looked up and pinned, not loaded yet."""
     no_external: bool = False
     """A load failed: never offer this request anything again."""
+    passed_over: bool = False
+    """A load failed just now: the next time it is asked about, vLLM shall skip it once."""
     outdated: bool = False
     """Holds KV from before the cache was reset, so nothing of it may be stored until it is recomputed."""
     prefix_tokens: int = 0

@@ -3,7 +3,7 @@
 
 Run as ``python -m lmcache_shm.vllm.resolve REQUEST OUT``; both are paths of JSON files. REQUEST
 has ``model``, ``args`` (what would follow ``vllm serve MODEL``) and ``platform`` (``auto``,
-``cpu`` or ``cuda:MAJOR.MINOR``); OUT receives :func:`facts`, or ``{"error": …}``. A program of its
+``cpu`` or ``cuda:MAJOR.MINOR``); OUT receives :func:`lmcache_shm.vllm.model_facts.facts`, or ``{"error": …}``. A program of its
 own because vLLM's configuration leaves traces in the process (platform, process groups,
 environment) that a command line must not inherit.
 
@@ -15,6 +15,7 @@ attention backends it picked; every layer is asked for its KV cache spec; vLLM g
 
 import json
 import os
+import resource
 import sys
 import traceback
 from collections.abc import Iterator
@@ -23,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from lmcache_shm.vllm import assumed_platform
+from lmcache_shm.vllm.model_facts import backends, facts, is_recurrent
 
 RECURRENT_ARGS = ["--enable-prefix-caching", "--mamba-cache-mode", "align"]
 PLENTY = 1 << 60  # bytes of KV cache memory to plan with; nothing is allocated
@@ -67,12 +69,6 @@ def engine_config(model: str, args: list[str]) -> Any:
     if is_recurrent(config) and config.cache_config.mamba_cache_mode == "none":
         config = build(RECURRENT_ARGS)
     return config
-
-
-def is_recurrent(config: Any) -> bool:
-    """True for models with Mamba, GDN, short-conv or other recurrent layers."""
-    model = config.model_config
-    return bool(model.is_hybrid or model.is_attention_free)
 
 
 @contextmanager
@@ -187,85 +183,8 @@ def kv_cache_config(config: Any, specs: dict[str, Any]) -> Any:
     return result
 
 
-def backends(config: Any) -> list[Any]:
-    """Distinct attention backends of all layers, as the platform chose them."""
-    from vllm.distributed.kv_transfer.kv_connector.utils import get_current_attn_backends
-
-    return list(get_current_attn_backends(config))
-
-
-def group_facts(
-    index: int, group: Any, *, cacheable: bool, context_parallel: int
-) -> dict[str, Any]:
-    """What a person or a test wants to know of one KV cache group (sizes in tokens and bytes)."""
-    from vllm.v1.core.kv_cache_utils import resolve_dcp_kv_block_size
-    from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind, iter_layer_specs
-
-    specs = [*iter_layer_specs(group.kv_cache_spec)]
-    per_layer = specs if len(specs) == len(group.layer_names) else specs * len(group.layer_names)
-    windows = {getattr(s, "sliding_window", None) for s in specs}
-    chunks = {getattr(s, "attention_chunk_size", None) for s in specs}
-    return {
-        "group": index,
-        "kind": get_kv_cache_spec_kind(group.kv_cache_spec).value,
-        "spec": type(group.kv_cache_spec).__name__,
-        "window": windows.pop() if len(windows) == 1 else None,
-        "attention_chunk": chunks.pop() if len(chunks) == 1 else None,
-        "block_size": group.kv_cache_spec.block_size,
-        # What a block id covers: context parallelism spreads a block's tokens over ranks.
-        "tokens_per_block": resolve_dcp_kv_block_size(group.kv_cache_spec, context_parallel),
-        "layers": list(group.layer_names),
-        # Content bytes of one block in all layers; padding is not copied and not counted.
-        "content_bytes": sum(
-            getattr(s, "real_page_size_bytes", s.page_size_bytes) for s in per_layer
-        ),
-        "page_bytes": sum(s.page_size_bytes for s in per_layer),
-        "cacheable": cacheable,
-    }
-
-
-def facts(config: Any, groups: Any, *, assumed: bool) -> dict[str, Any]:
-    """The result of one resolution, ready for JSON."""
-    import vllm
-    from vllm.platforms import current_platform
-
-    cache, parallel = config.cache_config, config.parallel_config
-    cacheable = set(groups.prefix_cacheable_group_ids)
-    return {
-        "vllm": vllm.__version__,
-        "platform": current_platform.device_type,
-        "device": current_platform.get_device_name(),
-        "device_assumed": assumed,
-        "architecture": config.model_config.architecture,
-        "recurrent": is_recurrent(config),
-        "mamba_cache_mode": cache.mamba_cache_mode,
-        "prefix_caching": bool(cache.enable_prefix_caching),
-        "block_size": cache.block_size,
-        "hash_block_size": groups.hash_block_size,
-        "hit_alignment": groups.cache_hit_alignment_tokens,
-        "layout": groups.kv_cache_layout,
-        "tensor_parallel": parallel.tensor_parallel_size,
-        "context_parallel": parallel.decode_context_parallel_size,
-        "kv_tp_replicas": groups.kv_tp_replicas,
-        "max_num_batched_tokens": config.scheduler_config.max_num_batched_tokens,
-        "max_model_len": config.model_config.max_model_len,
-        "dtype": str(config.model_config.dtype).removeprefix("torch."),
-        "kv_cache_dtype": cache.cache_dtype,
-        "backends": [b.get_name() for b in backends(config)],
-        "groups": [
-            group_facts(
-                i,
-                g,
-                cacheable=i in cacheable,
-                context_parallel=parallel.decode_context_parallel_size,
-            )
-            for i, g in enumerate(groups.kv_cache_groups)
-        ],
-    }
-
-
 def resolve(model: str, args: list[str], wanted_platform: str = "auto") -> dict[str, Any]:
-    """Everything of one request; the keys are those of :func:`facts`."""
+    """Everything of one request; the keys are those of `facts`."""
     assumed_platform.events_without_cuda()
     assumed = choose_platform(wanted_platform)
     from vllm.platforms import current_platform
@@ -278,7 +197,7 @@ def resolve(model: str, args: list[str], wanted_platform: str = "auto") -> dict[
         current_platform.update_block_size_for_backend(config)
         result = facts(config, kv_cache_config(config, layer_specs(config)), assumed=assumed)
         del model_object
-    return result
+    return result | {"peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024}
 
 
 def main(request_path: str, out_path: str) -> int:

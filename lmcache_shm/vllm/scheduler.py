@@ -14,6 +14,7 @@ from lmcache_shm.vllm.epoch import Epoch
 from lmcache_shm.vllm.loads import CannotLoad, plan_load
 from lmcache_shm.vllm.lookup import Hit, look_up
 from lmcache_shm.vllm.metadata import Job, RefusedStores, SlotCopy, StepMetadata
+from lmcache_shm.vllm.parking import Parking
 from lmcache_shm.vllm.planner import StorePlanner
 from lmcache_shm.vllm.requests import RequestState
 from lmcache_shm.vllm.settler import Settler
@@ -23,6 +24,7 @@ from lmcache_shm.vllm.stats import Counts
 log = logging.getLogger("lmcache_shm")
 
 NOTHING = (0, False)
+LATER = (None, False)
 SETTLE_S = 10.0
 """A reset of the prefix cache, or the end, waits this long for stores that are underway."""
 
@@ -47,6 +49,7 @@ class SchedulerSide:
         self.book = StoreBook()
         self.settler = Settler(self.client, self.book, lambda: self.start.latest)
         self.planner = StorePlanner(self.book, self.counts)
+        self.parking = Parking(start.vllm_config, start.groups, len(start.ignored))
         self.pool: Any = None
         self._requests: dict[str, RequestState] = {}
         self._loads: dict[str, Load] = {}
@@ -66,9 +69,19 @@ class SchedulerSide:
             self._requests[request.request_id] = state
         return state
 
-    def matched_tokens(self, request: Any, local_tokens: int) -> tuple[int, bool]:
-        """How many tokens beyond `local_tokens` can be loaded; idempotent until they are allocated for."""
+    def matched_tokens(self, request: Any, local_tokens: int) -> tuple[int | None, bool]:
+        """How many tokens beyond `local_tokens` can be loaded; idempotent until they are allocated for.
+
+        None: vLLM shall pass over this request now and ask again in its next step.
+        """
         state = self.on_new_request(request)
+        self.parking.leave(request.request_id)
+        if state.passed_over:
+            # After a failed load vLLM leaves a request at the head of those that hold blocks, though it
+            # has none: without room for it, it would stop them all. Passed over once, it goes back to
+            # where it belongs.
+            state.passed_over = False
+            return LATER
         epoch = self._current()
         self._drop_states(state)
         state.outdated = self._local_outdated and local_tokens > 0
@@ -82,7 +95,11 @@ class SchedulerSide:
         hit = state.hit
         if hit is None or hit.epoch is not epoch or hit.local_tokens != local_tokens:
             hit = self._look_up(state, epoch, local_tokens)
-        return (hit.tokens - local_tokens, True) if hit is not None else NOTHING
+        if hit is None:
+            return NOTHING
+        if not self.parking.has_room(request.num_tokens, hit.tokens, self.pool.num_gpu_blocks - 1):
+            return LATER
+        return hit.tokens - local_tokens, True
 
     def _look_up(self, state: RequestState, epoch: Epoch, local_tokens: int) -> Hit | None:
         request = state.request
@@ -127,6 +144,8 @@ class SchedulerSide:
             self._drop_hit(state)
             return
         req_id, hit = request.request_id, state.hit
+        held = hit.local_tokens if hit is not None else 0
+        self.parking.enter(req_id, request.num_tokens, held + external_tokens, tables, self._null)
         if hit is None or req_id in self._loads:
             self._doom(state, "nothing was offered")
             return
@@ -164,6 +183,8 @@ class SchedulerSide:
         if state is not None:
             self._drop_hit(state)
             self._drop_states(state)
+        if request.request_id not in self._loads:
+            self.parking.leave(request.request_id)
 
     # ------------------------------------------------------------------------------------ steps
     def build_metadata(self, output: Any) -> StepMetadata:
@@ -178,6 +199,9 @@ class SchedulerSide:
         for req_id in output.preempted_req_ids or ():
             if req_id in self._requests:
                 self._drop_states(self._requests[req_id])
+        if self.parking:
+            for req_id in output.num_scheduled_tokens:
+                self.parking.leave(req_id)
         epoch = self._current()
         self.settler.stepped()
         with self.settler.exchange:
@@ -227,7 +251,9 @@ class SchedulerSide:
                 self.counts.add("requests_recomputed")
                 self.client.count("load_failed")
                 if state is not None:
-                    state.no_external = True
+                    state.no_external = state.passed_over = True
+            if state is None:
+                self.parking.leave(req_id)
         refused = connector_output.kv_connector_worker_meta
         if isinstance(refused, RefusedStores):
             self.book.refuse(refused.ranks)
@@ -235,8 +261,8 @@ class SchedulerSide:
 
     def has_pending_block_frees(self) -> bool:
         """Whether waiting for copies helps more than preempting somebody. Releases what can be released."""
-        self._settle_now()
-        return self.book.held_alone()
+        # vLLM does not try again in this step, so what was released just now counts, too.
+        return self._settle_now() or self.book.held_alone()
 
     def has_pending_work(self) -> bool:
         """Whether the engine should go on stepping: copies are underway, or blocks wait to be released."""
@@ -312,13 +338,16 @@ class SchedulerSide:
             self._clear_first = False
         return epoch
 
-    def _settle_now(self) -> None:
+    def _settle_now(self) -> bool:
+        """Whether blocks were released."""
         self.settler.settle()
-        self._release_blocks()
+        return self._release_blocks()
 
-    def _release_blocks(self) -> None:
-        if self.book.ended:
-            self.pool.free_blocks(self.book.ended_blocks())
+    def _release_blocks(self) -> bool:
+        if not self.book.ended:
+            return False
+        self.pool.free_blocks(self.book.ended_blocks())
+        return True
 
     def _drop_hit(self, state: RequestState) -> None:
         if state.hit is not None:

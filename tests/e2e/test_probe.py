@@ -1,7 +1,6 @@
 """probe against what a real engine start has: the same groups, block sizes and page bytes."""
 
 import json
-import resource
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ FAMILIES = [
     "deepseek_v3_apc", "deepseek_v4",
 ]  # fmt: skip
 
-# The real engine's KVCacheConfig, with the keys of lmcache_shm.vllm.resolve.facts.
+# The real engine's KVCacheConfig, with the keys of lmcache_shm.vllm.model_facts.facts.
 REAL = """
 from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind
 config = scheduler.kv_cache_config
@@ -117,9 +116,7 @@ def test_a_model_of_80_billion_parameters_takes_no_memory(
     (tmp_path / "config.json").write_text(json.dumps(QWEN3_NEXT))
 
     facts = probe.resolve(str(tmp_path), [], "cuda:9.0")
-    advice = probe.advise(str(tmp_path), [], facts)
 
-    assert (advice.n, advice.auto_chunk, advice.max_num_batched_tokens) == (544, 544, 1087)
+    assert (facts["n"], facts["auto_chunk"]) == (544, 544)
     assert [len(group["layers"]) for group in facts["groups"]] == [12, 12, 12, 12]
-    peak_gib = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 2**20
-    assert peak_gib < 2
+    assert facts["peak_mib"] < 2048

@@ -33,7 +33,7 @@ SERVER = (
     "from tests.faults.sabotage import install; install()\n"
     "from lmcache_shm.cli.app import main; main()"
 )
-SIZE_GB = "0.015625"  # 16 MiB: about 58 chunks, a quarter of what the engines want
+SIZE_GB = "0.0625"  # about 60 chunks, a quarter of what the engines want
 STOP_S = 0.6
 """How long a process stays stopped: longer than any deadline, so that others must have given up on it."""
 WAIT_S = 60.0

@@ -43,7 +43,7 @@ SERVER = [
     Point("server", ARENA + "allocator:SlabAllocator.alloc", 2),
     Point("server", ARENA + "allocator:SlabAllocator.bind", 1, "clear"),
     Point("server", ARENA + "allocator:SlabAllocator.unbind", 1, "clear"),
-    Point("server", ARENA + "clients:write_client", 1, "reconnect"),
+    Point("server", CONTROL + "engines:write_client", 1, "reconnect"),
     Point("server", CONTROL + "engines:Engines.attach", 2, "reconnect"),
     Point("server", CONTROL + "engines:Engines.leave", 1, "reconnect"),
     Point("server", CONTROL + "session:Session.new_lease", 2),
@@ -51,7 +51,7 @@ SERVER = [
     Point("server", CONTROL + "server:Server._drop", 2, "reconnect"),
 ]
 RESTART = [
-    Point("restart", ARENA + "segment:adopt", 1),
+    Point("restart", "lmcache_shm.cli.serve:adopt", 1),
     Point("restart", "lmcache_shm.catalog.recovery:_rewrite", 1),
     Point("restart", "lmcache_shm.catalog.recovery:_index", 1),
     Point("restart", ARENA + "segment:Arena.set_owner", 1),

@@ -29,8 +29,12 @@ class Shared:
         if self.cluster is None:
             self._number += 1
             self.cluster = Cluster(f"test-{os.getpid()}-shared{self._number}").__enter__()
-            self.cluster.start_server()
-            self.cluster.add_engines({}, {})
+            try:
+                self.cluster.start_server()
+                self.cluster.add_engines({}, {})
+            except BaseException:
+                self.end()
+                raise
             self.know()
         return self.cluster
 

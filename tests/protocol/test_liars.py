@@ -34,6 +34,7 @@ from tests.protocol.harness import (
     exchange,
     is_closed,
     registration,
+    until,
 )
 
 
@@ -276,6 +277,7 @@ def test_a_tool_cannot_read_or_write_slots(lasting):
 
 
 def test_engines_beyond_the_board_s_rows_are_refused(lasting):
+    until(lambda: lasting.status()["clients"] == [], "engines of earlier tests gone")
     with contextlib.ExitStack() as stack:
         for i in range(64):
             worker = Connection.open(lasting.path, Hello(PROTOCOL, "worker", f"many-{i}"), WAIT_S)

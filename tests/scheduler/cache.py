@@ -317,6 +317,8 @@ class Cache:
         req_id = request.request_id
         self.oracle.note(f"offer {req_id}: {tokens} beyond {local} of {request.num_tokens}")
         self.offered_tokens += tokens or 0
+        if tokens is None:
+            return  # to be asked again
         if tokens and not asynchronous:
             self.oracle.fail("offer", f"{req_id}: a synchronous load is offered")
         if tokens and req_id in self.spoiled:

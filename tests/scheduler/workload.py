@@ -83,7 +83,7 @@ def make(seed: int, family: str | None = None) -> Workload:
         chunk,
         rng.choice(kind.steps),
         # A partial hit of a recurrent model takes vLLM some blocks more than one request needs.
-        room=rng.choice([1.0, 1.1, 1.5, 2.5, 6.0]),
+        room=rng.choice([1.3, 1.5, 2.5, 6.0] if kind.recurrent else [1.0, 1.1, 1.5, 2.5, 6.0]),
         max_len=rng.choice([128, 192, 320]) if kind.name != "deepseek_v4" else rng.choice([256, 448]),
         asynchronous=asynchronous,
         drafts=drafts,

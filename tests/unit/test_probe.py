@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 from typer.testing import CliRunner
 
-from lmcache_shm.cli import probe
+from lmcache_shm.cli import app, probe
 
 
 def group(kind: str = "full_attention", block: int = 16, **changes: Any) -> dict[str, Any]:
@@ -31,7 +31,8 @@ def facts(*groups: dict[str, Any], **changes: Any) -> dict[str, Any]:
         "architecture": "SomeForCausalLM", "recurrent": any(g["kind"] == "mamba" for g in groups),
         "mamba_cache_mode": "align", "prefix_caching": True, "dtype": "bfloat16",
         "kv_cache_dtype": "auto", "backends": ["CPU_ATTN"], "max_model_len": 8192,
-        "groups": list(groups),
+        "n": groups[0]["block_size"] if groups else 0, "auto_chunk": 256,
+        "chunk_sizes": [256, 512, 768, 1024, 1280], "refusal": "", "groups": list(groups),
     }  # fmt: skip
     return result | changes
 
@@ -47,50 +48,14 @@ def option(line: str, name: str) -> str:
     return words[words.index(name) + 1]
 
 
-def test_n_is_the_smallest_common_multiple_of_the_block_sizes() -> None:
-    """Gemma 4: 64 and 32; DeepSeek-V4: 64, 64, 256, 4, 8."""
-    gemma = probe.advise("m", [], facts(group("sliding_window", 64), group(block=32)))
-    deepseek = probe.advise("m", [], facts(*(group(block=b) for b in (64, 64, 256, 4, 8))))
-    odd = probe.advise("m", [], facts(group(block=48), group(block=80)))
-
-    assert (gemma.n, deepseek.n, odd.n) == (64, 256, 240)
-
-
-def test_auto_chunk_is_the_smallest_admissible_size_from_256_on() -> None:
-    def auto(block: int) -> int:
-        return probe.advise("m", [], facts(group(block=block))).auto_chunk
-
-    assert [auto(16), auto(256), auto(160), auto(784), auto(257)] == [256, 256, 320, 784, 257]
-
-
-def test_scratch_groups_do_not_count() -> None:
-    advice = probe.advise("m", [], facts(group(block=16), group(block=7, cacheable=False)))
-
-    assert advice.n == 16
-
-
-def test_context_parallelism_widens_a_block() -> None:
-    advice = probe.advise("m", [], facts(group(block=16, tokens_per_block=64), group("mamba", 16)))
-
-    assert advice.n == 64
-
-
-def test_a_chunk_divides_the_local_attention_chunk() -> None:
-    local = group("chunked_local_attention", 16, attention_chunk=192)
-
-    advice = probe.advise("m", [], facts(local, group(block=16)))
-
-    assert advice.chunk_sizes == [16, 32, 48, 64]
-    assert advice.auto_chunk == 192  # nothing from 256 on divides 192
-
-
 def test_no_chunk_size_is_said_so(capsys: pytest.CaptureFixture[str]) -> None:
-    local = group("chunked_local_attention", 16, attention_chunk=100)
+    nothing = {"auto_chunk": 0, "chunk_sizes": [], "refusal": "no chunk size fits this model"}
 
-    text = printed(facts(local), capsys)
+    text = printed(facts(group()) | nothing, capsys)
 
-    assert "no chunk size is a multiple of N" in text
+    assert "note: no chunk size fits this model" in text
     assert "chunk sizes:" not in text
+    assert "--chunk-size auto" in text
 
 
 def test_recurrent_models_get_align_mode_and_the_largest_exact_step_budget() -> None:
@@ -122,7 +87,7 @@ def test_what_the_user_typed_is_kept_and_not_repeated() -> None:
 
 
 def test_the_command_lines_are_complete() -> None:
-    advice = probe.advise("org/model", [], facts(group(block=784)))
+    advice = probe.advise("org/model", [], facts(group(block=784), auto_chunk=784))
 
     assert option(advice.server, "--chunk-size") == "784"
     transfer = json.loads(option(advice.engine, "--kv-transfer-config"))
@@ -153,7 +118,7 @@ def test_people_see_platform_groups_and_lines_that_are_not_wrapped(
         ({"device_assumed": True, "device": "assumed 9.0"}, "no such GPU here: assumed 9.0"),
         ({"prefix_caching": False}, "prefix caching off"),
         ({"recurrent": True, "mamba_cache_mode": "all"}, "mamba cache mode is all; use"),
-        ({"groups": []}, "no KV cache group of this model can be cached"),
+        ({"refusal": "no rule for this group"}, "note: no rule for this group"),
         ({"max_model_len": 8}, "no prompt is as long as one block"),
     ],
 )
@@ -214,13 +179,16 @@ def test_unknown_options_go_to_vllm_and_json_is_one_object(
     assert said["engine"].startswith("vllm serve org/model --tensor-parallel-size 2")
 
 
-def test_vllms_reason_is_the_error(answer: dict[str, Any], command: typer.Typer) -> None:
+def test_vllms_reason_is_the_error(
+    answer: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
     answer["answer"] = {"error": "ValueError: no such model"}
 
-    result = CliRunner().invoke(command, ["org/model"])
+    with pytest.raises(SystemExit) as end:
+        app.main(["probe", "org/model"])
 
-    assert result.exit_code == 1
-    assert "lmcache-shm probe: ValueError: no such model" in result.output
+    assert end.value.code == 1
+    assert capsys.readouterr().err == "lmcache-shm: ValueError: no such model\n"
 
 
 def test_a_platform_that_does_not_exist_is_refused(command: typer.Typer) -> None:

@@ -1,0 +1,187 @@
+"""The namespace: equal facts give equal bytes, and any difference gives another namespace."""
+
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from lmcache_shm.catalog.namespace import describe
+from lmcache_shm.vllm.describe import descriptor, facts, identity_of
+from lmcache_shm.vllm.groups import kv_groups
+from lmcache_shm.vllm.layouts import WorkerFacts
+from lmcache_shm.vllm.plan import make_plan
+
+from .worlds import config, full, window
+
+
+class HfConfig:
+    def __init__(self, **values: Any) -> None:
+        self.values = {"hidden_size": 64, "_name_or_path": "/somewhere", **values}
+
+    def to_dict(self) -> dict[str, Any]:
+        return dict(self.values)
+
+
+def engine(**changes: Any) -> Any:
+    """A VllmConfig as far as it tells namespaces apart; `changes` are "section.name": value."""
+    sections: dict[str, Any] = {
+        "model_config": {
+            "model": "org/model", "revision": "abc", "dtype": torch.bfloat16, "quantization": None,
+            "hf_config": HfConfig(), "max_model_len": 4096, "seed": 0,
+        },
+        "cache_config": {"cache_dtype": "auto", "mamba_cache_mode": "none", "kv_cache_layout": "LBHNC"},
+        "load_config": {"load_format": "auto"},
+        "parallel_config": {
+            "tensor_parallel_size": 1, "pipeline_parallel_size": 1, "decode_context_parallel_size": 1,
+            "prefill_context_parallel_size": 1, "cp_kv_cache_interleave_size": 1,
+        },
+    }  # fmt: skip
+    for path, value in changes.items():
+        section, name = path.split("__")
+        sections[section][name] = value
+    built = {name: SimpleNamespace(**values) for name, values in sections.items()}
+    return SimpleNamespace(**built, speculative_config=None)
+
+
+def worker(**groups: Any) -> WorkerFacts:
+    entry = {"layers": 2, "pages": "x", "backends": ["CPU_ATTN"], "kernel_blocks": [32], **groups}
+    return WorkerFacts(0, 1, "cpu", {"0": entry})
+
+
+def namespace(
+    vllm_config: Any = None, *specs: Any, chunk: int = 128, workers: Any = None, replicas: int = 1
+) -> bytes:
+    kv = config(*(specs or (full(),)), kv_tp_replicas=replicas, kv_cache_layout="LBHNC")
+    plan = make_plan(kv_groups(kv)[0], chunk_size=chunk)
+    return descriptor(vllm_config or engine(), kv, plan, [worker()] if workers is None else workers)
+
+
+def test_equal_facts_give_equal_bytes() -> None:
+    assert namespace() == namespace()
+    assert json.loads(namespace()) == describe(namespace())
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"model_config__model": "org/other"},
+        {"model_config__revision": "def"},
+        {"model_config__dtype": torch.float16},
+        {"model_config__quantization": "fp8"},
+        {"model_config__hf_config": HfConfig(rope_theta=5e5)},
+        {"cache_config__cache_dtype": "fp8"},
+        {"cache_config__mamba_cache_mode": "align"},
+        {"load_config__load_format": "dummy"},
+        {"parallel_config__tensor_parallel_size": 2},
+        {"parallel_config__pipeline_parallel_size": 2},
+        {"parallel_config__decode_context_parallel_size": 2},
+        {"parallel_config__cp_kv_cache_interleave_size": 16},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_engines_that_differ_never_meet(change: dict[str, Any]) -> None:
+    assert namespace(engine(**change)) != namespace()
+
+
+def test_other_caches_are_other_namespaces() -> None:
+    """Block sizes, windows, page layouts, backends, kernel blocks, replication, chunk sizes."""
+    seen = [
+        namespace(),
+        namespace(None, full(64)),
+        namespace(None, full(heads=4)),
+        namespace(None, full(), window(64)),
+        namespace(None, full(), window(128)),
+        namespace(chunk=256),
+        namespace(replicas=2),
+        namespace(workers=[worker(pages="y")]),
+        namespace(workers=[worker(backends=["FLASH_ATTN"])]),
+        namespace(workers=[worker(kernel_blocks=[16])]),
+        namespace(workers=[replace(worker(), device="cuda")]),
+        namespace(workers=[]),
+    ]
+
+    assert len(set(seen)) == len(seen)
+
+
+def test_ranks_that_are_alike_are_told_once() -> None:
+    ranks = [replace(worker(), rank=rank, world=4) for rank in range(4)]
+    told = json.loads(namespace(workers=ranks))["workers"]
+
+    assert list(told) == ["0"]
+
+
+def test_where_the_configuration_lies_does_not_matter() -> None:
+    elsewhere = engine(model_config__hf_config=HfConfig(_name_or_path="/elsewhere", transformers_version="9"))
+
+    assert namespace(elsewhere) == namespace()
+
+
+def test_dummy_weights_are_their_configuration_and_seed() -> None:
+    dummy = {"load_config__load_format": "dummy"}
+
+    assert namespace(engine(**dummy, model_config__model="/a")) == namespace(
+        engine(**dummy, model_config__model="/b")
+    )
+    assert namespace(engine(**dummy, model_config__seed=1)) != namespace(engine(**dummy))
+
+
+def test_the_longest_sequence_counts_only_where_angles_depend_on_it() -> None:
+    long = HfConfig(rope_scaling={"rope_type": "longrope"})
+
+    def at(length: int, hf: HfConfig) -> bytes:
+        return namespace(engine(model_config__hf_config=hf, model_config__max_model_len=length))
+
+    assert at(4096, HfConfig()) == at(8192, HfConfig())
+    assert at(4096, long) != at(8192, long)
+
+
+def test_a_draft_model_is_part_of_it() -> None:
+    speculating = engine()
+    draft = SimpleNamespace(model="org/draft", revision="r")
+    speculating.speculative_config = SimpleNamespace(
+        method="eagle", draft_model_config=draft, num_speculative_tokens=3
+    )
+
+    assert namespace(speculating) != namespace()
+
+
+# ------------------------------------------------------------------------------------ the weights
+def test_a_directory_is_its_path_and_its_files(tmp_path: Path) -> None:
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(b"123")
+    first = identity_of(str(tmp_path), None)
+
+    assert first == identity_of(f"{tmp_path}/", None)
+    assert str(tmp_path.resolve()) in first
+    os.utime(weights, ns=(5, 5))
+    assert identity_of(str(tmp_path), None) != first, "weights saved over older ones are others"
+
+
+def test_a_local_copy_of_a_repository_is_its_name_and_commit(tmp_path: Path) -> None:
+    commit = "0123456789abcdef" * 2 + "01234567"
+    snapshot = tmp_path / "models--org--model" / "snapshots" / commit
+    snapshot.mkdir(parents=True)
+
+    assert identity_of(str(snapshot), None) == f"org/model@{commit}"
+
+
+def test_a_repository_without_a_local_copy_is_its_revision(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+
+    assert identity_of("org/model-that-is-not-here", "v2") == "org/model-that-is-not-here@v2"
+    assert identity_of("org/model-that-is-not-here", None) == "org/model-that-is-not-here@main"
+
+
+def test_the_tree_has_names_that_people_can_compare() -> None:
+    kv = config(full(), window(64))
+    plan = make_plan(kv_groups(kv)[0], chunk_size=128)
+    tree = facts(engine(), kv, plan, [worker()])
+
+    assert tree["groups"]["1"]["rule"] == "window"
+    assert tree["groups"]["1"]["tokens"] == 64
+    assert tree["kv_cache"]["chunk_size"] == 128
