@@ -201,8 +201,9 @@ class Config:
         number(0, 3600), "server",
     )  # fmt: skip
     quarantine_grace_s: float = _option(
-        60.0, "seconds", "Slots that a lost engine may still be writing are reused after its "
-        "workers were seen running this long (at once when they have ended).",
+        120.0, "seconds", "Slots that a lost engine may still be writing are reused after its "
+        "processes were seen running this long (at once when they have ended). Keep it above "
+        "the engines' store_deadline_s.",
         number(0, 86400), "server",
     )  # fmt: skip
     log_format: str = _option(

@@ -7,7 +7,9 @@ lines go where vLLM sends them.
 
 import json
 import logging
+import queue
 import sys
+import threading
 import time
 from typing import TextIO
 
@@ -37,11 +39,58 @@ class Json(logging.Formatter):
         return json.dumps(item, default=str)
 
 
-def setup(log_format: str = "human", level: str = "info", stream: TextIO | None = None) -> None:
-    """Send the project's lines to `stream` (stderr), in the given format, once however often called."""
+class Patient(logging.Handler):
+    """Hands lines to a thread that writes them: whoever logs never waits for a reader that has stopped.
+
+    Beyond `most` waiting lines the newest are dropped (and counted in a line of their own).
+    """
+
+    def __init__(self, target: logging.Handler, most: int = 1000) -> None:
+        super().__init__()
+        self._target = target
+        self._most = most
+        self._lines: queue.SimpleQueue[logging.LogRecord | None] = queue.SimpleQueue()
+        self._dropped = 0
+        self._thread = threading.Thread(target=self._write, name="lmcache-shm-log", daemon=True)
+        self._thread.start()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if self._lines.qsize() >= self._most:
+            self._dropped += 1
+            return
+        if self._dropped:
+            text = f"{self._dropped} lines were dropped: nobody took them"
+            self._dropped = 0
+            self._lines.put(logging.LogRecord(NAME, logging.WARNING, "", 0, text, None, None))
+        self._lines.put(record)
+
+    def close(self) -> None:
+        """Write what is waiting, as far as someone takes it within a second."""
+        self._lines.put(None)
+        self._thread.join(1.0)
+        super().close()
+
+    def _write(self) -> None:
+        while (record := self._lines.get()) is not None:
+            self._target.handle(record)
+
+
+def setup(
+    log_format: str = "human",
+    level: str = "info",
+    stream: TextIO | None = None,
+    *,
+    patient: bool = False,
+) -> None:
+    """Send the project's lines to `stream` (stderr), in the given format, once however often called.
+
+    `patient`: through a thread, so that a full pipe cannot stop the process (see Patient).
+    """
     logger = logging.getLogger(NAME)
-    handler = logging.StreamHandler(stream or sys.stderr)
+    handler: logging.Handler = logging.StreamHandler(stream or sys.stderr)
     handler.setFormatter(Json() if log_format == "json" else Human())
+    if patient:
+        handler = Patient(handler)
     logger.handlers[:] = [handler]
     logger.setLevel(level.upper())
     logger.propagate = False

@@ -131,9 +131,9 @@ def show(
     groups: list[dict[str, Any]],
     control: dict[str, Any],
 ) -> None:
-    """Two tables and a verdict."""
+    """Two tables and a verdict, within 80 columns."""
     table = Table(title=f"{model}: {len(PROMPTS)} prompts that share {PREFIX} tokens")
-    for name in ("run", "mean TTFT", "prompt", "in vLLM", "in arena", "stored", "loaded", "output"):
+    for name in ("run", "TTFT", "prompt", "vLLM", "arena", "stored", "loaded", "output"):
         table.add_column(
             name, justify="left" if name in {"run", "output"} else "right", no_wrap=True
         )
@@ -145,16 +145,16 @@ def show(
             f"{run.prompt_tokens}",
             f"{run.local_hit_tokens}",
             f"{run.external_hit_tokens}",
-            f"{run.bytes_stored / 2**20:.1f} MiB",
-            f"{run.bytes_loaded / 2**20:.1f} MiB",
+            f"{run.bytes_stored / 1e6:.1f} MB",
+            f"{run.bytes_loaded / 1e6:.1f} MB",
             "[green]equal[/]" if right else "[red]DIFFERENT[/]",
         )
     console.print(table)
     console.print(
-        "[dim]tokens of the prompts, of these found in vLLM's own cache and in the arena; bytes moved[/]\n"
+        "[dim]mean time to the first token; tokens: all, from vLLM's own cache, from the arena; bytes moved[/]\n"
     )
     table = Table(title="KV cache groups")
-    for name in ("group", "kind", "rule", "window", "block", "layers", "slots", "slot bytes"):
+    for name in ("group", "kind", "rule", "window", "block", "layers", "slots", "of bytes"):
         table.add_column(
             name, justify="left" if name in {"kind", "rule"} else "right", no_wrap=True
         )

@@ -69,11 +69,14 @@ class SlabAllocator:
         self.slab_bytes = arena.geometry.slab_bytes
         self.slabs = arena.geometry.slabs
         self.per_slab = arena.geometry.rows_per_slab
-        self.rebinds = 0
         self._free: dict[int, _Stack] = {}
         self._extents: dict[int, int] = {}  # class → number of its extents
-        self._free_slabs = int((arena.slabs["extent_slabs"] == 0).sum())
         self._plan = lru_cache(maxsize=1024)(self._extent_slabs)
+        self.count_free()
+
+    def count_free(self) -> None:
+        """The slab table was changed from outside (a repair): count its free slabs anew."""
+        self._free_slabs = int((self.arena.slabs["extent_slabs"] == 0).sum())
 
     # -------------------------------------------------------------------------------- planning
     def min_slabs(self, slot_bytes: int) -> int:
@@ -139,10 +142,6 @@ class SlabAllocator:
 
     def _stack(self, size: int) -> _Stack:
         return self._free.setdefault(size, _Stack())
-
-    def free_slots(self, slot_bytes: int) -> int:
-        """FREE rows of this size that are bound already."""
-        return len(self._stack(slot_class(slot_bytes)))
 
     def free_rows(self) -> Rows:
         """All rows on the free lists."""

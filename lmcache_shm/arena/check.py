@@ -13,6 +13,7 @@ import numpy as np
 from lmcache_shm.arena.layout import (
     FLAG_DROP,
     PAGE,
+    U64,
     Geometry,
     Mask,
     Numbers,
@@ -150,14 +151,23 @@ def duplicates(hot: Table, cold: Table, rows: Numbers) -> Numbers:
     """Those of `rows` whose (namespace, group, key) also stands in another of them."""
     key = cold["key"][rows]
     owner = hot["namespace"][rows].astype(np.uint64) << np.uint64(16) | hot["group"][rows]
-    order = np.lexsort((owner, key[:, 1], key[:, 0]))
-    key, owner = key[order], owner[order]
-    same = (key[1:] == key[:-1]).all(axis=1) & (owner[1:] == owner[:-1])
-    twice = np.zeros(len(rows), np.bool_)
+    # One word per row sorts ten times faster than three; what shares a word is looked at closely.
+    word = key[:, 0] ^ key[:, 1] ^ owner * np.uint64(0x9E3779B97F4A7C15)
+    order = np.argsort(word)
+    alike = order[_neighbours(word[order][:, None])]
+    alike = alike[np.lexsort((owner[alike], key[alike, 1], key[alike, 0]))]
+    whole = np.column_stack([key[alike], owner[alike]])
+    found: Numbers = rows[alike[_neighbours(whole)]]
+    return found
+
+
+def _neighbours(table: U64) -> Mask:
+    """[n] True for rows of a sorted u64[n, k] that equal the one before or after."""
+    same = (table[1:] == table[:-1]).all(axis=1)
+    twice = np.zeros(len(table), np.bool_)
     twice[1:] |= same
     twice[:-1] |= same
-    found: Numbers = rows[order[twice]]
-    return found
+    return twice
 
 
 def _keys(table: Copy) -> Findings:

@@ -3,11 +3,14 @@
 import fcntl
 import os
 import stat
+import time
 from pathlib import Path
 
 from lmcache_shm.arena.errors import InstanceBusy, RuntimeDirError
 
 LOCK_SUFFIX = ".lock"
+GLANCE_S = 0.2
+"""A tool that lists leftovers holds a lock for a moment, to see whether someone else does."""
 
 
 def runtime_dir() -> Path:
@@ -72,7 +75,7 @@ class OwnerLock:
                     f"cannot write {self.path}: {error.strerror}; set LMCACHE_SHM_RUNTIME_DIR "
                     "(--runtime-dir) to a writable directory"
                 ) from None
-            if not try_lock(fd):
+            if not try_lock(fd, GLANCE_S):
                 pid = _pid_in(os.read(fd, 64))
                 os.close(fd)
                 raise InstanceBusy(self.instance, pid)
@@ -92,13 +95,18 @@ class OwnerLock:
             self._fd = -1
 
 
-def try_lock(fd: int) -> bool:
-    """Take the exclusive lock on an open file if nobody else has it."""
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return False
-    return True
+def try_lock(fd: int, patience_s: float = 0.0) -> bool:
+    """Take the exclusive lock on an open file if nobody else has it (any more, after `patience_s`)."""
+    end = time.monotonic() + patience_s
+    while True:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            if time.monotonic() >= end:
+                return False
+            time.sleep(0.005)
+        else:
+            return True
 
 
 def unlock(fd: int) -> None:

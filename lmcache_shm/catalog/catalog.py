@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lmcache_shm.arena.allocator import NO_ROWS
-from lmcache_shm.arena.layout import U64, Rows, SlotState, seal
+from lmcache_shm.arena.layout import FLAG_DROP, U64, Rows, SlotState, seal
 from lmcache_shm.arena.segment import Arena
 from lmcache_shm.catalog import audit, report
 from lmcache_shm.catalog.keys import salt_word
@@ -206,8 +206,13 @@ class Catalog:
         rows = rows[~slots.is_dropped(rows)]
         committed = slots.state[rows] == SlotState.COMMITTED
         now = committed & (slots.pins[rows] == 0)
-        slots.drop(rows[~now])
-        slots.forget(rows[now])
+        if salt is None:
+            for space in slots.spaces.values():
+                if ns in {None, space.id}:
+                    space.forget_all()
+        else:
+            slots.forget(rows)
+        slots.flags[rows[~now]] |= FLAG_DROP
         slots.free(rows[now])
         slots.allocator.release_empty()
         slots.counters["clears"] += 1

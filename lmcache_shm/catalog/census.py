@@ -80,7 +80,8 @@ class Census:
     def _owners(self, rows: Numbers) -> npt.NDArray[np.uint64]:
         hot = self._slots.arena.hot
         owners: npt.NDArray[np.uint64] = hot["namespace"][rows].astype(np.uint64) << np.uint64(16)
-        return owners | hot["group"][rows]
+        owners |= hot["group"][rows]
+        return owners
 
     def owners_of_extents(self) -> list[tuple[int, int]]:
         """(namespace, group) of each extent's first slot in use; (-1, -1) where none is."""

@@ -15,6 +15,7 @@ MOST = 32768
 SAMPLE = 4096
 AHEAD = 16
 """Rows looked at beyond those that are needed now: some will have been used since the scan."""
+ROWS_PER_CHANGE = 4096
 NO_TICKS: U64 = np.empty(0, np.uint64)
 
 _STATE_AND_PINS = np.uint64(0xFFFFFFFF000000FF)  # of the first word of a hot row
@@ -48,6 +49,14 @@ def _below(table: U64, tick: np.uint64) -> Numbers:
     old = np.flatnonzero(table[:, 1] <= tick)
     evictable: Numbers = old[table[old, 0] & _STATE_AND_PINS == _COMMITTED]
     return evictable
+
+
+def worth_it(changes: int, rows: int) -> bool:
+    """Whether to scan `rows` again after a scan found nothing and there were `changes` since.
+
+    In a large arena that is pinned from end to end every scan costs milliseconds and finds next to nothing.
+    """
+    return changes * ROWS_PER_CHANGE >= rows and changes > 0
 
 
 class Lru:
@@ -103,9 +112,10 @@ class Lru:
 
     def _scan(self, size: int, n: int) -> bool:
         """Fill the queue of a class from the table; False when nothing can be evicted."""
-        if self._barren.get(size) == self.changes:
-            return False
         members, count = self._members(size)
+        if size in self._barren and not worth_it(self.changes - self._barren[size], count):
+            return False
+        self._barren.pop(size, None)
         rows = victims(self._hot, max(n, min(count // SHARE, MOST)), members)
         self._queues[size] = rows, self._words[rows, 1]
         if not len(rows):

@@ -106,7 +106,7 @@ class Lookup:
         first, pinned = [], []
         for group, rows in zip(space.groups, held, strict=True):
             need = needed(group.spec.rule, size, n, local_tokens) if n else range(0)
-            mine = rows[need.start : need.stop]
+            mine = rows[need.start : need.stop].copy()  # not a view: a lease may be held for long
             first.append(need.start)
             pinned.append(mine)
             if len(mine):

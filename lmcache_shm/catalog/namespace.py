@@ -89,6 +89,12 @@ class Namespace:
     def empty(self) -> bool:
         return not any(len(group.index) for group in self.groups)
 
+    def forget_all(self) -> None:
+        """Empty all indices (whatever becomes of the rows)."""
+        for group in self.groups:
+            group.index.clear()
+            group.reserved = 0
+
 
 def canonical(facts: Mapping[str, Any]) -> bytes:
     """The descriptor of a namespace: sorted JSON, the same bytes for equal facts."""

@@ -1,6 +1,7 @@
 """A warm restart: rebuild the indices from a slot table that a dead server left, trusting no row unseen."""
 
 import numpy as np
+import numpy.typing as npt
 
 from lmcache_shm.arena.check import bad_slabs, bound_rows, duplicates, misplaced
 from lmcache_shm.arena.clients import read_clients
@@ -13,12 +14,9 @@ def recover(slots: Slots) -> dict[str, int]:
     """See Catalog.recover. The namespaces are loaded already."""
     arena = slots.arena
     geometry, hot, cold, slabs = arena.geometry, arena.hot, arena.cold, arena.slabs
-    bad = bad_slabs(geometry, slabs)
-    if bad.any():
-        raise CatalogError(
-            f"the slab table is damaged ({int(bad.sum())} of {geometry.slabs} entries)"
-        )
     state = hot["state"].copy()
+    _mend_slabs(slots, state)
+    hot["tick"][hot["tick"] > LAST_TICK] = FIRST_TICK  # the seal does not cover it
     bound = bound_rows(geometry, slabs)
     wrong = misplaced(geometry, cold, slabs)
     in_use = state >= SlotState.RESERVED
@@ -33,7 +31,6 @@ def recover(slots: Slots) -> dict[str, int]:
     rows = np.flatnonzero(committed).astype(np.int32)
     _index(slots, rows)
     slots.used = len(rows) + int(quarantined.sum())
-    hot["tick"][hot["tick"] > LAST_TICK] = FIRST_TICK  # the seal does not cover it
     slots.tick = max(FIRST_TICK, int(hot["tick"].max(initial=0)))
     slots.allocator.adopt_extents(slots.allocator.extents().tolist())
     slots.allocator.release_empty()
@@ -44,6 +41,22 @@ def recover(slots: Slots) -> dict[str, int]:
         "quarantined": int(quarantined.sum()),
         "damaged": int(damaged.sum()),
     }
+
+
+def _mend_slabs(slots: Slots, state: npt.NDArray[np.uint8]) -> None:
+    """Free the slabs of extents that were being bound or unbound when the server died: nothing is in them.
+
+    Raises CatalogError when something is in use where no extent is sound.
+    """
+    geometry, slabs = slots.arena.geometry, slots.arena.slabs
+    bad = bad_slabs(geometry, slabs)
+    in_use = (state >= SlotState.RESERVED).reshape(geometry.slabs, -1).any(axis=1)
+    if (bad & in_use).any():
+        raise CatalogError(
+            f"the slab table is damaged ({int(bad.sum())} of {geometry.slabs} entries)"
+        )
+    slabs[bad] = 0
+    slots.allocator.count_free()
 
 
 def _sound_rows(slots: Slots, candidates: Mask) -> Mask:
@@ -98,9 +111,9 @@ def _rewrite(slots: Slots, committed: Mask, quarantined: Mask, bound: Mask) -> N
 
 
 def _index(slots: Slots, rows: Rows) -> None:
+    newest: dict[int, int] = {}
     for group, mine in slots.owners(rows):
         group.index.add(slots.keys_of(mine), mine.tolist())
-    ticks = slots.arena.hot["tick"]
+        newest[id(group)] = int(slots.ticks[mine].max())
     for space in slots.spaces.values():
-        newest = [ticks[g.index.all_rows()].max() for g in space.groups if len(g.index)]
-        space.last_tick = int(max(newest, default=0))
+        space.last_tick = max(newest.get(id(group), 0) for group in space.groups)

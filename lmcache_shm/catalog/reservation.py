@@ -85,19 +85,18 @@ class Reserver:
             wanted = [names[i] for i in picks.tolist()]
         if not len(picks):
             return
-        ticks = self._ticks(space, group, picks, entries, renew=False)
-        rows = self._room.make(group.size, len(picks), int(ticks.min()))
-        if len(rows) < len(picks):
-            # Nothing older than these newcomers: make their prefixes new and look once more.
-            rest = picks[len(rows) :]
-            ticks[len(rows) :] = self._ticks(space, group, rest, entries, renew=True)
-            more = self._room.make(group.size, len(rest), int(ticks[len(rows) :].min()))
-            rows = np.concatenate([rows, more])
-        placed = picks[: len(rows)]
-        self._write(space, group, rows, placed, entries, ticks[: len(rows)])
-        group.index.add(wanted, rows.tolist())
-        group.reserved += len(rows)
-        out[placed] = rows
+        # Where nothing is older than the newcomers, make their prefixes new and look once more.
+        for renew in (False, True):
+            ticks = self._ticks(space, group, picks, entries, renew=renew)
+            rows = self._room.make(group.size, len(picks), int(ticks.min()))
+            placed, picks = picks[: len(rows)], picks[len(rows) :]
+            self._write(space, group, rows, placed, entries, ticks[: len(rows)])
+            group.index.add(wanted, rows.tolist())
+            group.reserved += len(rows)
+            out[placed] = rows
+            wanted = wanted[len(rows) :]
+            if not wanted:
+                break
 
     @staticmethod
     def _first_of_each(picks: Picks, wanted: list[bytes], out: Rows) -> Picks:

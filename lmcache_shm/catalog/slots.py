@@ -99,11 +99,6 @@ class Slots:
         dropped: Mask = self.flags[rows] & FLAG_DROP != 0
         return dropped
 
-    def drop(self, rows: Rows) -> None:
-        """Reserved or pinned rows are cleared: out of the index now, FREE later."""
-        self.forget(rows)
-        self.flags[rows] |= FLAG_DROP
-
     def in_state(self, rows: Rows, *states: SlotState) -> Rows:
         """Those of `rows` that are in one of `states`."""
         now = self.state[rows]

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from lmcache_shm.arena.allocator import SlabAllocator, slot_class
 from lmcache_shm.arena.layout import Rows, SlotState, hot_words
-from lmcache_shm.catalog.eviction import Lru
+from lmcache_shm.catalog.eviction import Lru, worth_it
 
 KEPT = 64
 """Windows kept from one scoring."""
@@ -44,13 +44,17 @@ class Windows:
         if window is not None:
             return window
         due = self._evicted.get(size, 0) * PATIENCE > self._slabs.arena.max_slots
-        if not (urgent or due) or self._barren.get(size) == self._lru.changes:
+        if not (urgent or due):
+            return None
+        since = self._lru.changes - self._barren.get(size, -self._slabs.arena.max_slots)
+        if not worth_it(since, self._slabs.arena.max_slots):
             return None
         self._evicted[size] = 0
         self._kept[size] = self._score(size)
-        if not self._kept[size]:
+        window = self._next(size, than)
+        if window is None:
             self._barren[size] = self._lru.changes
-        return self._next(size, than)
+        return window
 
     def extents_in(self, window: Window) -> list[int]:
         """First slabs of the extents that a window touches."""

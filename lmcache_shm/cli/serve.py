@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -28,7 +29,8 @@ from lmcache_shm.cli.app import CommandError
 from lmcache_shm.cli.figures import size
 from lmcache_shm.config import OPTIONS, Config
 from lmcache_shm.control.link import socket_path
-from lmcache_shm.control.server import Server, check_path
+from lmcache_shm.control.listener import check_path
+from lmcache_shm.control.server import Server
 from lmcache_shm.control.service import Service
 
 logger = logging.getLogger("lmcache_shm")
@@ -36,11 +38,16 @@ logger = logging.getLogger("lmcache_shm")
 
 def main(config: Config) -> None:
     """Run a server. Raises CommandError with one line for people."""
-    log.setup(config.log_format, config.log_level)
+    log.setup(config.log_format, config.log_level, patient=True)
+    signal.signal(signal.SIGTERM, _give_up)  # until the server is there to end in order
     try:
         run(config)
     except (ArenaError, OSError) as error:
         raise CommandError(str(error)) from None
+
+
+def _give_up(number: int, _frame: object) -> None:
+    raise SystemExit(128 + number)
 
 
 def engine_line(config: Config) -> str:

@@ -19,11 +19,16 @@ from rich.table import Table
 from lmcache_shm.cli.app import CommandError
 from lmcache_shm.cli.options import flags
 from lmcache_shm.cli.verify_api import Answer, Deployment, VerifyError, counters, settled
-from lmcache_shm.cli.verify_tasks import TASKS, accuracy, drift, equal_tokens
+from lmcache_shm.cli.verify_tasks import TASKS, accuracy, drift, equal_tokens, in_common
 from lmcache_shm.config import Config, server_config
 
 MAX_TOKENS = 24
 PREFIX_TOKENS = 6000  # several chunks of any model; less where the model's context is shorter
+
+
+RANKING_TOLERANCE = (
+    0.4  # rounding swaps tokens at the end of a list of five; a wrong cache, all of them
+)
 
 
 @dataclass(frozen=True)
@@ -87,10 +92,10 @@ def run(
         right = accuracy(prompts, cold), accuracy(prompts, warm)
         if right[0] is not None and right[1] is not None:
             verdict.scores.append(Score("right answers", right[0], right[1], tolerance))
-        moved = drift(cold, warm)
-        verdict.scores.append(
-            Score("logprob of the first token, moved by", 0, moved, drift_tolerance)
-        )
+        verdict.scores += [
+            Score("logprob of the first token, moved by", 0, drift(cold, warm), drift_tolerance),
+            Score("likeliest first tokens in common", 1, in_common(cold, warm), RANKING_TOLERANCE),
+        ]
         verdict.tokens_equal = equal_tokens(cold, warm)
     else:
         evaluate = _lm_eval(task)

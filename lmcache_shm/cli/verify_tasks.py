@@ -2,8 +2,8 @@
 
 ``recall`` asks a model for lines of a long list that it was given: any model that can read scores high,
 and a wrong cache makes it fail. ``ids`` is a list of token ids for models that cannot read, such as
-ones with random weights. Both also compare the first token's logprobs, for which the context is the
-same in both runs whatever was generated; that sees a wrong cache in any model.
+ones with random weights. Both also compare the first token's logprobs and ranking, for which the context
+is the same in both runs whatever was generated; that sees a wrong cache in any model.
 """
 
 import hashlib
@@ -167,6 +167,20 @@ def _distance(token: str, one: dict[str, float], two: dict[str, float]) -> float
     # Beyond the end of the other list: how much further is not known.
     known, other = (one[token], two) if token in one else (two[token], one)
     return max(0.0, known - min(other.values()))
+
+
+def in_common(cold: Sequence[Answer], warm: Sequence[Answer]) -> float:
+    """Mean over the prompts of the share of likeliest first tokens that both runs list.
+
+    In a flat distribution all logprobs are close to each other, so drift is small whatever happens;
+    there the ranking tells.
+    """
+    shares = [
+        len(one.first.keys() & two.first.keys()) / max(len(one.first), len(two.first))
+        for one, two in zip(cold, warm, strict=True)
+        if one.first and two.first
+    ]
+    return sum(shares) / len(shares) if shares else 1.0
 
 
 def equal_tokens(cold: Sequence[Answer], warm: Sequence[Answer]) -> float:

@@ -26,6 +26,8 @@ from lmcache_shm.control.session import Denied, Session
 log = logging.getLogger("lmcache_shm")
 
 MAX_GROUPS = 64
+SCHEDULER = -1
+"""Rank under which the scheduler's process is written down."""
 
 
 class Worker:
@@ -37,7 +39,10 @@ class Worker:
 
 
 class Engine:
-    """See the module. `processes` are all workers that may have the arena mapped, until seen dead."""
+    """See the module. `processes` are all that may have the arena mapped, until seen dead.
+
+    The scheduler's process (rank SCHEDULER) writes token ids into what it reserved, so it counts, too.
+    """
 
     def __init__(self, engine_id: str, index: int) -> None:
         self.engine_id = engine_id
@@ -46,6 +51,7 @@ class Engine:
         self.replicas = 1
         self.workers: dict[int, Worker] = {}
         self.scheduler: Session | None = None
+        self.registered: list[list[int]] = []  # region bytes by rank, as the slots were laid out
         self.processes: dict[tuple[int, int], tuple[int, Process]] = {}  # (pid, start) → (rank, it)
         self.quarantined = 0
         self.seen_running_s = 0.0
@@ -114,16 +120,19 @@ class Engines:
                     f"rank {request.rank} of engine {engine.engine_id} is pid {other.pid}",
                 )
             present.session.engine = None  # its connection is half dead; this one follows it
+        if engine.registered and engine.registered[request.rank] != request.region_bytes:
+            raise Denied(
+                "refused",
+                f"rank {request.rank} of engine {engine.engine_id} had {engine.registered[request.rank]} "
+                f"bytes a slot when the engine registered, not {request.region_bytes}",
+            )
         engine.world, engine.replicas = request.world, request.replicas
         engine.workers[request.rank] = Worker(session, request.region_bytes)
         session.engine = engine
-        process = session.process
-        if (process.pid, process.start) not in engine.processes:
-            engine.processes[process.pid, process.start] = request.rank, process.duplicate()
-        self._write_down(engine)
+        self._watch(engine, session.process, request.rank)
         return engine.index
 
-    def take_over(self, session: Session, engine_id: str) -> Engine:
+    def find(self, session: Session, engine_id: str) -> Engine:
         """A scheduler comes (again): its engine. Raises Denied when another live process is that scheduler.
 
         The caller has to end what is left of the earlier connection, if `engine.scheduler` is one.
@@ -138,6 +147,18 @@ class Engines:
                     f"engine id {engine_id} is in use by pid {other.pid}; give each engine its own",
                 )
         return engine
+
+    def seat(self, engine: Engine, session: Session, world: int, replicas: int) -> None:
+        """From now on `session` is the scheduler side of `engine`."""
+        engine.world, engine.replicas = world, replicas
+        engine.scheduler = session
+        session.engine = engine
+        self._watch(engine, session.process, SCHEDULER)
+
+    def _watch(self, engine: Engine, process: Process, rank: int) -> None:
+        if (process.pid, process.start) not in engine.processes:
+            engine.processes[process.pid, process.start] = rank, process.duplicate()
+        self._write_down(engine)
 
     def _new(self, engine_id: str) -> Engine:
         if not 0 < len(engine_id.encode(errors="replace")) <= ENGINE_ID_BYTES:
@@ -161,6 +182,7 @@ class Engines:
             return
         if engine.scheduler is session:
             engine.scheduler = None
+            engine.registered = []
         for rank, worker in list(engine.workers.items()):
             if worker.session is session:
                 del engine.workers[rank]

@@ -21,19 +21,17 @@ MAX_DESCRIPTOR = 64 << 10
 def register(service: "Service", session: Session, request: Register) -> Registered:
     """Answer a Register: ready, or who is still missing. Raises Denied."""
     _check(service, session, request)
-    engine = service.engines.take_over(session, request.engine_id)
+    engine = service.engines.find(session, request.engine_id)
     if engine.scheduler is not None and engine.scheduler is not session:
         service.retire(engine.scheduler)  # the same process came back before its end was seen
-        engine = service.engines.take_over(session, request.engine_id)
+        engine = service.engines.find(session, request.engine_id)
     if engine.workers and (engine.world, engine.replicas) != (request.world, request.replicas):
         raise Denied(
             "refused",
             f"the workers of engine {engine.engine_id} are {engine.world} with {engine.replicas} "
             f"replicas, its scheduler says {request.world} with {request.replicas}",
         )
-    engine.world, engine.replicas = request.world, request.replicas
-    engine.scheduler = session
-    session.engine = engine
+    service.engines.seat(engine, session, request.world, request.replicas)
     _settle_quarantine(service, engine, session, request.busy_rows)
     missing = engine.missing()
     arena_id = bytes(service.arena.arena_id)
@@ -47,6 +45,7 @@ def register(service: "Service", session: Session, request: Register) -> Registe
         [_spec(info, slot, request.name) for info, slot in zip(request.groups, slots, strict=True)],
         request.chunk_size,
     )
+    engine.registered = [engine.workers[rank].region_bytes for rank in range(engine.world)]
     session.namespace = namespace.id
     session.client = engine.index
     session.groups = len(request.groups)

@@ -6,7 +6,6 @@ import os
 import select
 import signal
 import socket
-import stat
 import time
 from collections import deque
 from collections.abc import Callable
@@ -15,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from lmcache_shm.arena.errors import RuntimeDirError
+from lmcache_shm.control.listener import identity, listen
 from lmcache_shm.control.messages import Error, Message, decode_request, frame
 from lmcache_shm.control.processes import peer_credentials
 from lmcache_shm.control.service import Service
@@ -25,8 +24,6 @@ from lmcache_shm.control.wire import Budget, Malformed, Peer
 log = logging.getLogger("lmcache_shm")
 
 MAX_CONNECTIONS = 128
-MAX_PATH = 107
-"""Bytes that a sockaddr_un holds."""
 OUTBOX_BUDGET = 64 << 20
 """Bytes of answers that peers have not taken, over all connections; beyond it the largest goes."""
 TICK_S = 0.25
@@ -49,8 +46,8 @@ class Server:
         self._wake_out.setblocking(False)
         self._wake_in.setblocking(False)
         self._epoll.register(self._wake_out, select.EPOLLIN)
-        self._listener = listen(path)
-        self._identity = _identity(path)
+        self._listener = listen(path, MAX_CONNECTIONS)
+        self._identity = identity(path)
         self._accepting = False
         self._accept(True)
         self._stop_at: float | None = None
@@ -76,15 +73,15 @@ class Server:
             self._close()
 
     def catch_signals(self) -> None:
-        """From now on SIGTERM and SIGINT end the server after its drain time, a second one at once."""
+        """From now on SIGTERM, SIGINT and SIGHUP end the server after its drain time, a second one at once."""
 
         def caught(_number: int, _frame: object) -> None:
             again = self._stop_at is not None
             self._begin_stop(0.0 if again else self.service.config.drain_s)
 
         signal.set_wakeup_fd(self._wake_in.fileno(), warn_on_full_buffer=False)
-        signal.signal(signal.SIGTERM, caught)
-        signal.signal(signal.SIGINT, caught)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, caught)
 
     def _begin_stop(self, drain_s: float) -> None:
         at = time.monotonic() + drain_s
@@ -265,7 +262,7 @@ class Server:
     def _close(self) -> None:
         for fd in list(self._peers):
             self._drop(fd, "")
-        if _identity(self.path) == self._identity:
+        if identity(self.path) == self._identity:
             self.path.unlink(missing_ok=True)
         self._listener.close()
         self._epoll.close()
@@ -278,42 +275,3 @@ class Server:
             "outbox_bytes": sum(len(peer.outbox) for peer, _ in self._peers.values()),
             "large_frame_budget_left": self._budget.left,
         }
-
-
-# ------------------------------------------------------------------------------------------ socket
-def check_path(path: Path) -> None:
-    """Raises RuntimeDirError when no socket can have this path."""
-    if len(os.fsencode(path)) > MAX_PATH:
-        raise RuntimeDirError(
-            f"the socket's path is longer than {MAX_PATH} bytes: {path}; use a shorter --runtime-dir"
-        )
-
-
-def listen(path: Path) -> socket.socket:
-    """A listening socket at `path`, mode 0600. The caller owns the instance: what is there is stale.
-
-    Raises RuntimeDirError.
-    """
-    check_path(path)
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
-    try:
-        path.unlink(missing_ok=True)
-        sock.setblocking(False)
-        before = os.umask(0o177)
-        try:
-            sock.bind(os.fspath(path))
-        finally:
-            os.umask(before)
-        sock.listen(MAX_CONNECTIONS)
-    except OSError as error:
-        sock.close()
-        raise RuntimeDirError(f"cannot listen at {path}: {error.strerror}") from None
-    return sock
-
-
-def _identity(path: Path) -> tuple[int, int] | None:
-    try:
-        found = path.lstat()
-    except OSError:
-        return None
-    return (found.st_dev, found.st_ino) if stat.S_ISSOCK(found.st_mode) else None

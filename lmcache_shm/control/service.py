@@ -4,13 +4,14 @@ import logging
 import os
 import socket
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from lmcache_shm import __version__
+from lmcache_shm.arena.layout import SlotState
 from lmcache_shm.arena.segment import Arena
 from lmcache_shm.catalog.catalog import Catalog, CatalogError
 from lmcache_shm.config import Config
@@ -18,6 +19,7 @@ from lmcache_shm.control import messages as m
 from lmcache_shm.control.engines import Engines
 from lmcache_shm.control.entries import count, entries
 from lmcache_shm.control.histogram import Histogram
+from lmcache_shm.control.journal import Journal
 from lmcache_shm.control.processes import Process
 from lmcache_shm.control.registration import register
 from lmcache_shm.control.session import Denied, Rows, Session
@@ -27,8 +29,6 @@ log = logging.getLogger("lmcache_shm")
 
 MAX_PINS = 16 << 20
 """Rows pinned by all leases together; beyond it a look-up is a miss."""
-MAX_NOTES = 20
-"""Events a second that are told one by one."""
 MAX_REPORTED = 64
 """Reasons of misses that clients may name."""
 NO_ROWS: Rows = np.empty(0, np.int32)
@@ -54,10 +54,10 @@ class Service:
         """Reasons of misses that only clients see."""
         self.latency = {"acquire": Histogram(), "step": Histogram()}
         self.clock = TickClock(catalog.tick, self.started)
-        self.events: deque[tuple[float, str]] = deque(maxlen=50)
+        self.journal = Journal()
+        self.events = self.journal.events
         self.pinned = 0
         self._numbers = 0
-        self._noted_in = self._notes = 0
         self._verbs: dict[type[m.Message], Callable[[Session, Any], m.Message]] = {
             m.Hello: self._hello,
             m.AttachWorker: self._attach,
@@ -116,8 +116,10 @@ class Service:
             self.counters["denied"] += 1
             return self._error("refused", str(error))
         except Exception as error:
-            log.exception("%s of %s failed", type(request).__name__, session.title)
             self.counters["failures"] += 1
+            if self.journal.may_tell():
+                log.exception("%s of %s failed", type(request).__name__, session.title)
+            self._give_up_strays(session)
             return self._error("internal", f"{type(error).__name__}: {error}")
 
     def tick(self, now: float) -> None:
@@ -129,19 +131,8 @@ class Service:
         return sum(len(s.leases) + len(s.reserved) for s in self.sessions.values())
 
     def note(self, text: str) -> None:
-        """An event: shown by status and top, and logged; a flood of them is only counted.
-
-        A peer that misbehaves all day must neither fill a log nor stop us at a full pipe.
-        """
-        now = time.time()
-        if int(now) != self._noted_in:
-            if self._notes > MAX_NOTES:
-                log.warning("%d more events in that second", self._notes - MAX_NOTES)
-            self._noted_in, self._notes = int(now), 0
-        self._notes += 1
-        if self._notes <= MAX_NOTES:
-            self.events.append((now, text))
-            log.info("%s", text)
+        """An event: shown by status and top, and logged."""
+        self.journal.tell(text)
 
     def _error(self, code: str, message: str) -> m.Error:
         return m.Error(self.boot, code, message)
@@ -253,6 +244,16 @@ class Service:
             session.engine.quarantined -= len(session.in_doubt.intersection(named))
         session.reserved.difference_update(named)
         session.in_doubt.difference_update(named)
+
+    def _give_up_strays(self, session: Session) -> None:
+        """After a failure in the middle of a step: rows reserved for this engine that it was not told of."""
+        if session.client < 0:
+            return
+        hot = self.arena.hot
+        mine = (hot["state"] == SlotState.RESERVED) & (hot["client"] == session.client)
+        strays = set(np.flatnonzero(mine).tolist()) - session.reserved
+        if strays:
+            self.catalog.abort(np.array(sorted(strays), np.int32))
 
     def _unpin(self, session: Session, lease: int) -> None:
         for rows in session.leases.pop(lease, ()):

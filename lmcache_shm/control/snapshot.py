@@ -122,6 +122,7 @@ def _client(engine: Engine) -> dict[str, Any]:
         "workers": [
             {"rank": rank, "pid": process.pid, "alive": process.alive()}
             for rank, process in engine.processes.values()
+            if rank >= 0  # the scheduler's process is watched as well
         ],
         "leases": len(scheduler.leases) if scheduler else 0,
         "pins": scheduler.pinned if scheduler else 0,

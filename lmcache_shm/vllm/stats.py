@@ -60,6 +60,8 @@ class Counts:
 class ShmStats(KVConnectorStats):
     """``data["counts"]``: counter → increase."""
 
+    data: dict[str, Any]
+
     @property
     def counts(self) -> dict[str, float]:
         found: dict[str, float] = self.data.setdefault("counts", {})

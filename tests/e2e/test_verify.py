@@ -126,9 +126,9 @@ def test_flipped_bytes_in_the_arena_are_found(
 
     status, said = run(deployed, capsys)
 
-    assert status == 1
+    assert status == 1, said
     assert said["served_tokens"] > 0  # it was served, and wrong
-    assert "logprob of the first token" in said["complaints"][0]
+    assert "first token" in said["complaints"][0]
     assert said["tokens_equal"] < 1.0
 
 

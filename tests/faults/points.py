@@ -65,9 +65,9 @@ SCHEDULER = [
     Point("scheduler", CONTROL + "link:Link._map", 1, "reconnect"),
     Point("scheduler", CONTROL + "connection:Connection._send", 4),
     Point("scheduler", CONTROL + "connection:Connection._receive", 4),
-    Point("scheduler", "tests.faults.engine:Engine._load", 1),
-    Point("scheduler", "tests.faults.engine:Engine._order"),
-    Point("scheduler", "tests.faults.engine:Engine._on_board", 2),
+    Point("scheduler", "__main__:Engine._load", 1),
+    Point("scheduler", "__main__:Engine._order"),
+    Point("scheduler", "__main__:Engine._on_board", 2),
 ]
 WORKER = [
     Point("worker", CONTROL + "client:WorkerClient._greet", 1, "reconnect"),
@@ -76,6 +76,6 @@ WORKER = [
     Point("worker", TRANSFER + "guard:SlotGuard.changed_hands", 7),
     Point("worker", TRANSFER + "strided:BundleCopier.store", 7),
     Point("worker", TRANSFER + "strided:BundleCopier.load", 7),
-    Point("worker", "tests.faults.worker:Worker._tick"),
+    Point("worker", "__main__:Worker._tick"),
 ]
 POINTS = SERVER + RESTART + SCHEDULER + WORKER

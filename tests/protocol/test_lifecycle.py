@@ -285,6 +285,19 @@ def test_a_signal_ends_it_and_leaves_nothing(servers, instance, number):
     assert not Path(server.path).with_suffix(".lock").exists()
 
 
+def test_a_signal_while_memory_is_being_reserved_leaves_nothing(instance):
+    process = subprocess.Popen(
+        [sys.executable, "-m", "lmcache_shm", "server", "--instance", instance, "--l1-size-gb", "3"],
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    data = SHM / f"lmcache_shm.{instance}"
+    until(lambda: data.exists() and data.stat().st_blocks > 0, "reserving")
+    process.send_signal(signal.SIGTERM)
+
+    assert process.wait(20) in {0, 143}  # 0 if it was ready by then
+    assert segments(instance) == []
+
+
 def test_with_keep_arena_it_says_that_it_stays_and_the_next_one_is_warm(servers, instance):
     server = servers(instance, "--keep-arena")
     prefix = Prefix(1, 5)
@@ -320,7 +333,7 @@ def test_another_wish_starts_empty_and_says_why(servers, instance, flags, why):
     again = servers(instance, *flags)
 
     assert "new and empty" in again.ready
-    assert why in again.errors
+    until(lambda: why in again.errors, "the reason in the log")
     assert again.status()["arena"]["slots"]["used"] == 0
 
 

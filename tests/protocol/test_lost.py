@@ -2,6 +2,8 @@
 
 import contextlib
 import signal
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -9,6 +11,7 @@ import pytest
 from lmcache_shm.control.connection import Connection, Refused
 from lmcache_shm.control.messages import PROTOCOL, Clear, Done, Hello, Registered, Step, Stepped
 from tests.protocol.harness import (
+    REGION,
     WAIT_S,
     Engine,
     Prefix,
@@ -118,12 +121,34 @@ def test_a_worker_that_lost_its_connection_but_lives_counts(lasting, worker, res
     until(lambda: slots(lasting)["quarantined"] == 0, "freed after the worker's end", 1.0)
 
 
-def test_reservations_of_an_engine_without_workers_are_free_at_once(lasting, worker, reserved):
+def test_the_scheduler_s_process_counts_too(lasting, worker, reserved):
+    """It writes token ids into what it has reserved; here it is this process, which lives on."""
     worker.end()
     reserved[0].close()
 
-    until(lambda: slots(lasting)["reserved"] == 0, "freed")
-    assert slots(lasting)["quarantined"] == 0
+    until(lambda: slots(lasting)["quarantined"] == 6, "quarantine")
+    until(lambda: slots(lasting)["quarantined"] == 0, "grace time", 3.0)
+
+
+def test_reservations_of_an_engine_that_is_all_dead_are_free_at_once(lasting):
+    program = """
+import sys
+from tests.protocol.harness import *
+class Server: path = sys.argv[1]
+one = Engine(Server, "mortal")
+one.step(Prefix(1, 3).reserve())
+print("reserved", flush=True)
+sys.stdin.read()
+"""
+    process = subprocess.Popen(
+        [sys.executable, "-c", program, lasting.path],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert process.stdout.readline() == "reserved\n"
+    assert slots(lasting)["reserved"] == 6
+    process.kill()
+    process.communicate()
+    until(lambda: slots(lasting)["reserved"] + slots(lasting)["quarantined"] == 0, "freed", 1.0)
 
 
 def test_who_comes_back_frees_all_but_what_it_is_still_writing(lasting, worker, reserved):
@@ -196,7 +221,9 @@ def test_a_worker_that_returns_takes_its_place(lasting):
 
         second = Connection.open(lasting.path, Hello(PROTOCOL, "worker", "engine"), WAIT_S)
         stack.callback(second.close)
-        answer = second.call(AttachWorker("engine", 0, 1, 1, [9, 9]), Attached)
+        with pytest.raises(Refused, match="when the engine registered"):
+            second.call(AttachWorker("engine", 0, 1, 1, [9, 9]), Attached)
+        answer = second.call(AttachWorker("engine", 0, 1, 1, [REGION] * 2), Attached)
 
         assert answer.client == one.attached.client
 

@@ -58,6 +58,8 @@ class Cache:
         self.rng = rng
         self.pace = pace or Pace()
         self.own_threads = own_threads
+        self.engine: Engine = None  # type: ignore[assignment]  # from `begin` on
+        self.watching = True
         self.engines: list[LateEngine] = []
         self.plans: dict[int, Planned] = {}
         self.spoiled: set[str] = set()
@@ -79,15 +81,15 @@ class Cache:
         }
 
     # ---------------------------------------------------------------------------- beginning and end
-    def begin(self) -> None:
+    def begin(self, engine: Engine) -> None:
         """Before the scheduler is built: from here on copies, reports and settling happen when we say."""
+        self.engine = engine
         self._patches.enter_context(patch.object(worker_module, "open_engine", self._open_engine))
         if not self.own_threads:
             self._patches.enter_context(patch.object(Settler, "_run", lambda settler: None))
 
     def attach(self, engine: Engine, configs: Sequence[KVCacheConfig]) -> None:
         """Build the workers' connectors, hand over their caches, and wait until the cache is in use."""
-        self.engine = engine
         self.oracle = engine.oracle
         self.chunk = engine.setup.chunk
         self.scheduler_side = engine.scheduler.connector
@@ -133,13 +135,18 @@ class Cache:
         return engine
 
     def close(self) -> None:
-        """The engine ends."""
-        self.finish_copies()
-        self.publish()
-        self.engine.scheduler.shutdown()
-        for connector in self.engine.workers.connectors:
-            connector.shutdown()
-        self._patches.close()
+        """The engine ends, whatever state it is in."""
+        self.watching = False
+        with self._patches:
+            if self.engine is None:
+                return
+            try:
+                self.finish_copies()
+            finally:
+                for connector in self.engine.workers.connectors:
+                    connector.shutdown()
+                if self.engine.scheduler is not None:
+                    self.engine.scheduler.shutdown()
 
     @property
     def side(self) -> Any:
@@ -220,6 +227,8 @@ class Cache:
     # ---------------------------------------------------------------------------- copies
     def watch(self, rank: int, job: CopyJob, item: CopyItem, when: str) -> None:
         """Around the copy of one slot on one rank (see LateEngine)."""
+        if not self.watching:
+            return
         planned = self.plans.get(job.id)
         if planned is None:
             self.oracle.fail("plan", f"rank {rank} copies for job {job.id}, which was never planned")

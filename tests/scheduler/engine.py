@@ -59,6 +59,7 @@ class Engine:
         self.schedules = 0
         self._ids = 0
         self._cache = cache
+        self.scheduler: Any = None
         self.config = families.vllm_config(setup, engine_id if cache else None, cache.options(setup) if cache else {})
         worker_configs, self.kv_config, block = families.kv_cache_configs(setup, self.config)
         self.workers = Workers(
@@ -70,7 +71,7 @@ class Engine:
             propose=self._propose,
         )
         if cache:
-            cache.begin()
+            cache.begin(self)
         kind = AsyncScheduler if setup.asynchronous else Scheduler
         self.scheduler = kind(
             self.config,

@@ -48,6 +48,7 @@ class Lab:
         try:
             self.engine = Engine(self.setup, self.rng, self.cache, engine_id)
         except BaseException:
+            self.cache.close()
             if self._own_server:
                 self.server.close()
             raise

@@ -155,8 +155,8 @@ class Run:
     def _live(self, life: int) -> None:
         w = self.workload
         self.cache = Cache(self.server, self.rng, w.pace, known=self.known)
-        self.engine = Engine(w.setup, self.rng, self.cache, f"engine-{life}")
         try:
+            self.engine = Engine(w.setup, self.rng, self.cache, f"engine-{life}")
             self.left = w.requests
             self._arrive()
             while True:
@@ -165,8 +165,8 @@ class Run:
                     break
                 self._arrive()
             self._drain()
-        finally:
             self._note()
+        finally:
             self.cache.close()
 
     def _drain(self) -> None:
@@ -255,8 +255,8 @@ class Run:
         """POST /reset_prefix_cache, sometimes with everything running and the external cache."""
         rng, scheduler = self.rng, self.engine.scheduler
         self.cache.catch_up()
-        # vLLM itself gives up when a request that is not running holds blocks.
-        holders = bool(scheduler.kv_holding_waiting) or bool(scheduler.deferred_frees)
+        # vLLM itself gives up when a request that is not running, or a step under way, holds blocks.
+        holders = bool(scheduler.kv_holding_waiting) or bool(self.engine.queue)
         running = rng.random() < 0.4 and not holders
         external = rng.random() < 0.3
         self.engine.oracle.note(f"reset_prefix_cache running={running} external={external}")

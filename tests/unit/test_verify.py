@@ -265,6 +265,15 @@ def test_drift_is_0_for_equal_and_counts_tokens_that_left_the_list() -> None:
     assert verify_tasks.drift([one], [answer()]) == 0.0
 
 
+def test_in_common_sees_another_ranking_where_all_logprobs_are_alike() -> None:
+    one, other = Answer("", [], {"a": -5.0, "b": -5.1}), Answer("", [], {"c": -5.0, "d": -5.1})
+
+    assert verify_tasks.drift([one], [other]) < 0.1
+    assert verify_tasks.in_common([one], [other]) == 0.0
+    assert verify_tasks.in_common([one, one], [one, other]) == 0.5
+    assert verify_tasks.in_common([one], [Answer("", [], {})]) == 1.0
+
+
 def test_a_task_of_lm_eval_without_lm_eval(
     engine: Engine, url: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

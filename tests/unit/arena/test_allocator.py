@@ -1,5 +1,6 @@
 """Slots of every size side by side: no byte twice, little wasted, and `check` that notices when it is not so."""
 
+import itertools
 import os
 import re
 
@@ -17,7 +18,9 @@ SLAB = 64 << 10
 SIZES = [1, 3333, 4096, 4097, 12345, 20000, 33333, 65536, 65537, 70001, 100_000, 333_333]
 
 
-def new_arena(tag: str, slabs: int, *, max_slots: int | None = None, tail: int = 0) -> segment.Arena:
+def new_arena(
+    tag: str, slabs: int, *, max_slots: int | None = None, tail: int = 0
+) -> segment.Arena:
     return segment.create(
         f"test-{os.getpid()}-{tag}", slabs * SLAB + tail, slab_bytes=SLAB, max_slots=max_slots
     )
@@ -39,7 +42,13 @@ def reserve(arena: segment.Arena, rows: np.ndarray, first_key: int = 1) -> None:
 
 def ranges(arena: segment.Arena, rows: np.ndarray) -> list[tuple[int, int]]:
     offset = arena.cold["offset"][rows].astype(int)
-    return sorted(zip(offset.tolist(), (offset + arena.cold["slot_bytes"][rows].astype(int)).tolist(), strict=True))
+    return sorted(
+        zip(
+            offset.tolist(),
+            (offset + arena.cold["slot_bytes"][rows].astype(int)).tolist(),
+            strict=True,
+        )
+    )
 
 
 def test_slots_are_pages():
@@ -74,7 +83,7 @@ def test_whatever_is_asked_for_no_byte_is_given_twice(wishes, slabs, max_slots, 
                 if rng.random() < 0.5:
                     allocator.release_empty()
             spans = ranges(arena, np.array(held, np.int32))
-            assert all(end <= start for (_, end), (start, _) in zip(spans, spans[1:], strict=False))
+            assert all(end <= start for (_, end), (start, _) in itertools.pairwise(spans))
             assert all(start % PAGE == 0 and end <= arena.data_bytes for start, end in spans)
             assert check(arena) == []
             free = np.flatnonzero(arena.hot["state"] == SlotState.FREE)
@@ -84,7 +93,9 @@ def test_whatever_is_asked_for_no_byte_is_given_twice(wishes, slabs, max_slots, 
         arena.close()
 
 
-@pytest.mark.parametrize("slot", [4096, 5000, 33_000_000, 18_000_000, 9_999_999, 800_000, 1_234_567])
+@pytest.mark.parametrize(
+    "slot", [4096, 5000, 33_000_000, 18_000_000, 9_999_999, 800_000, 1_234_567]
+)
 @pytest.mark.parametrize("gib", [4, 64, 900])
 def test_an_extent_wastes_at_most_one_part_in_32(slot, gib):
     """Sizes of real models in arenas of real size. Nothing is mapped: the plan is arithmetic."""
@@ -92,7 +103,11 @@ def test_an_extent_wastes_at_most_one_part_in_32(slot, gib):
 
     g = Geometry.plan(gib << 30, 0, True)
     allocator = SlabAllocator.__new__(SlabAllocator)
-    allocator.slab_bytes, allocator.slabs, allocator.per_slab = g.slab_bytes, g.slabs, g.rows_per_slab
+    allocator.slab_bytes, allocator.slabs, allocator.per_slab = (
+        g.slab_bytes,
+        g.slabs,
+        g.rows_per_slab,
+    )
     m = allocator._extent_slabs(slot_class(slot), g.slabs)
     run = m * g.slab_bytes
     by_bytes = run // slot_class(slot)
@@ -175,17 +190,32 @@ def damaged(arena, change):
     [
         (lambda h, c, s, r: c["key"].__setitem__(r[1], c["key"][r[0]]), "key stands twice"),
         (lambda h, c, s, r: c["key"].__setitem__(r[1], 0), "named rows without a key"),
-        (lambda h, c, s, r: c["offset"].__setitem__(r[1], c["offset"][r[1]] - 4096), "overlap the one before"),
-        (lambda h, c, s, r: c["offset"].__setitem__(r[1], c["offset"][r[0]]), "not at their extent's place"),
+        (
+            lambda h, c, s, r: c["offset"].__setitem__(r[1], c["offset"][r[1]] - 4096),
+            "overlap the one before",
+        ),
+        (
+            lambda h, c, s, r: c["offset"].__setitem__(r[1], c["offset"][r[0]]),
+            "not at their extent's place",
+        ),
         (lambda h, c, s, r: c["offset"].__setitem__(r[1], 1 << 40), "beyond the arena's end"),
-        (lambda h, c, s, r: c["slot_bytes"].__setitem__(r[1], 20480), "not at their extent's place"),
-        (lambda h, c, s, r: c["token_bytes"].__setitem__(r[1], 20000), "token bytes exceed the slot"),
+        (
+            lambda h, c, s, r: c["slot_bytes"].__setitem__(r[1], 20480),
+            "not at their extent's place",
+        ),
+        (
+            lambda h, c, s, r: c["token_bytes"].__setitem__(r[1], 20000),
+            "token bytes exceed the slot",
+        ),
         (lambda h, c, s, r: h["state"].__setitem__(r[1], 3), "do not fit their seal"),
         (lambda h, c, s, r: h["state"].__setitem__(r[1], 9), "unknown state"),
         (lambda h, c, s, r: h["state"].__setitem__(r[1], 0), "whose rows are not in use"),
         (lambda h, c, s, r: h["state"].__setitem__(-1, 1), "in use outside any extent"),
         (lambda h, c, s, r: h["pins"].__setitem__(r[1], 1), "pinned rows that are not committed"),
-        (lambda h, c, s, r: h.__setitem__(r[1], (1, 1, *h[r[1]].tolist()[2:])), "cleared rows that were not freed"),
+        (
+            lambda h, c, s, r: h.__setitem__(r[1], (1, 1, *h[r[1]].tolist()[2:])),
+            "cleared rows that were not freed",
+        ),
         (lambda h, c, s, r: s["slots"].__setitem__(0, 99), "part of no sound extent"),
         (lambda h, c, s, r: s["first"].__setitem__(0, 3), "part of no sound extent"),
         (lambda h, c, s, r: s["extent_slabs"].__setitem__(0, 2), "part of no sound extent"),
@@ -204,7 +234,9 @@ def test_check_names_a_few_rows_and_counts_the_rest(arena):
     findings = damaged(arena, lambda h, c, s, r: h["pins"].__setitem__(r, 1))
 
     assert len(findings) == 1
-    assert re.fullmatch(r"pinned rows that are not committed: (\d+, ){4}\d+ and 5 more", findings[0])
+    assert re.fullmatch(
+        r"pinned rows that are not committed: (\d+, ){4}\d+ and 5 more", findings[0]
+    )
 
 
 def test_check_from_another_mapping(arena):

@@ -17,7 +17,11 @@ def test_this_machine_has_limits_that_make_sense():
 
 
 def test_the_tightest_limit_speaks():
-    bounds = [Limit("a", 100 << 20, "do A"), Limit("b", 50 << 20, "do B"), Limit("c", 1 << 40, "do C")]
+    bounds = [
+        Limit("a", 100 << 20, "do A"),
+        Limit("b", 50 << 20, "do B"),
+        Limit("c", 1 << 40, "do C"),
+    ]
 
     check_room(50 << 20, bounds)
     with pytest.raises(ArenaError, match=r"need 50.0 MiB, but b leaves 50.0 MiB; do B, or choose"):
@@ -34,7 +38,9 @@ def cgroup(tmp_path, monkeypatch, line, files):
         path.write_text(content)
     real = memory.Path
     monkeypatch.setattr(
-        memory, "Path", lambda p: real(f"{tmp_path}{p}") if str(p).startswith(("/proc", "/sys")) else real(p)
+        memory,
+        "Path",
+        lambda p: real(f"{tmp_path}{p}") if str(p).startswith(("/proc", "/sys")) else real(p),
     )
     return list(memory._cgroup_room())
 
@@ -55,7 +61,11 @@ def test_cgroup_v2_limits_of_all_levels_count(tmp_path, monkeypatch):
 def test_cgroup_v2_in_a_container(tmp_path, monkeypatch):
     """With a cgroup namespace the path is "/", and the limit stands at the mount's root."""
     base = "sys/fs/cgroup"
-    files = {f"{base}/memory.max": "1000", f"{base}/memory.current": "5000", f"{base}/memory.stat": ""}
+    files = {
+        f"{base}/memory.max": "1000",
+        f"{base}/memory.current": "5000",
+        f"{base}/memory.stat": "",
+    }
 
     assert cgroup(tmp_path, monkeypatch, "0::/", files) == [0]
 
@@ -82,7 +92,9 @@ def test_no_limit_in_cgroup_v1_is_a_huge_number(tmp_path, monkeypatch):
 
 
 def test_no_cgroups_at_all(monkeypatch):
-    monkeypatch.setattr(memory, "Path", lambda p: __import__("pathlib").Path("/nonexistent" + str(p)))
+    monkeypatch.setattr(
+        memory, "Path", lambda p: __import__("pathlib").Path("/nonexistent" + str(p))
+    )
 
     assert list(memory._cgroup_room()) == []
     assert memory._meminfo("MemAvailable") is None

@@ -146,7 +146,9 @@ def test_the_dead_are_removed_and_only_they(tmp_path, instance):
     assert sorted(entry.kind for entry in found) == ["data", "lock", "meta", "socket"]
     assert not any(entry.live for entry in found)
     assert sum(e.nbytes for e in found if e.kind in {"data", "meta"}) == nbytes
-    assert {e.note for e in found if e.kind == "meta"} == {"arena of a dead server; a new one can adopt it"}
+    assert {e.note for e in found if e.kind == "meta"} == {
+        "arena of a dead server; a new one can adopt it"
+    }
     assert len(purge(found)) == 4
     assert mine(tmp_path, instance) == []
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]

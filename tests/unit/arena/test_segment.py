@@ -187,7 +187,7 @@ def test_a_reader_can_write_nothing(arena, instance):
 
 
 def test_there_is_nothing_to_attach_to(instance):
-    with pytest.raises(segment.ArenaError, match="no arena of instance"):
+    with pytest.raises(segment.ArenaError, match="there is no arena of instance"):
         segment.attach(instance, writable_data=True)
 
 
@@ -294,7 +294,7 @@ def test_what_differs_is_said_and_the_arena_is_left_alone(arena, instance, wante
 
 
 def test_nothing_to_adopt(instance):
-    with pytest.raises(segment.AdoptError, match="no arena of instance"):
+    with pytest.raises(segment.AdoptError, match="there is no arena of instance"):
         segment.adopt(instance, Geometry.plan(SIZE, 256, True))
 
 
@@ -425,7 +425,9 @@ def test_a_zombie_is_dead():
 
 
 # ----------------------------------------------------------------------------------------- layout
-@pytest.mark.parametrize("size", [4096, 4097, 65535, 3333333, 64 << 20, (64 << 20) - 4096, 100 << 30, 1 << 40])
+@pytest.mark.parametrize(
+    "size", [4096, 4097, 65535, 3333333, 64 << 20, (64 << 20) - 4096, 100 << 30, 1 << 40]
+)
 def test_geometry_covers_the_arena(size):
     g = Geometry.plan(size, 0, True)
 

@@ -21,7 +21,11 @@ _numbers = itertools.count()
 
 @contextmanager
 def arena_of(
-    data_bytes: int, *, chunk_size: int = CHUNK, max_slots: int | None = None, slab_bytes: int = SLAB
+    data_bytes: int,
+    *,
+    chunk_size: int = CHUNK,
+    max_slots: int | None = None,
+    slab_bytes: int = SLAB,
 ) -> Iterator[segment.Arena]:
     name = f"test-{os.getpid()}-rig{next(_numbers)}"
     arena = segment.create(
@@ -60,10 +64,7 @@ def reserve(
 
 
 def reserve_all(
-    catalog: Catalog,
-    space: Namespace,
-    entries: Sequence[tuple[Prefix, int, int]],
-    client: int = 0,
+    catalog: Catalog, space: Namespace, entries: Sequence[tuple[Prefix, int, int]], client: int = 0
 ) -> list[int]:
     """Reserve (prefix, chunk, group) entries in one call."""
     rows = catalog.reserve(

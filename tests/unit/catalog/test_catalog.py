@@ -107,7 +107,9 @@ def test_descriptors_that_do_not_fit_push_out_idle_ones():
 
 
 def test_descriptor_is_the_same_for_equal_facts():
-    assert canonical({"b": 1, "a": {"d": [1], "c": "ü"}}) == canonical({"a": {"c": "ü", "d": [1]}, "b": 1})
+    assert canonical({"b": 1, "a": {"d": [1], "c": "ü"}}) == canonical(
+        {"a": {"c": "ü", "d": [1]}, "b": 1}
+    )
     assert describe(canonical({"a": 1})) == {"a": 1}
     assert describe(b"\xff") == {"descriptor": "ff"}
     with pytest.raises(ValueError, match="JSON"):
@@ -115,7 +117,10 @@ def test_descriptor_is_the_same_for_equal_facts():
 
 
 def test_differences_are_named():
-    one, other = canonical({"model": "x", "tp": {"size": 1}}), canonical({"model": "x", "tp": {"size": 2}, "n": 0})
+    one, other = (
+        canonical({"model": "x", "tp": {"size": 1}}),
+        canonical({"model": "x", "tp": {"size": 2}, "n": 0}),
+    )
 
     assert differences(one, other) == ["n: 'absent' and 0", "tp.size: 1 and 2"]
     assert differences(one, one) == []
@@ -200,7 +205,10 @@ def reasons(catalog):
 
 
 def test_why_a_look_up_missed(catalog):
-    full, hybrid = catalog.register(b"full", [spec(Full(), 12000)]), catalog.register(b"hybrid", GROUPS)
+    full, hybrid = (
+        catalog.register(b"full", [spec(Full(), 12000)]),
+        catalog.register(b"hybrid", GROUPS),
+    )
     a, b = Prefix(full, "a", 4), Prefix(hybrid, "b", 4)
 
     assert look(catalog, full, a) == 0
@@ -283,7 +291,9 @@ def test_a_key_twice_in_one_request_is_reserved_once(catalog):
 
 
 def test_groups_of_a_chunk_in_one_request(catalog):
-    space = catalog.register(b"m", [spec(Recurrent(), 5000), spec(Full(), 12000), spec(Window(9), 777)])
+    space = catalog.register(
+        b"m", [spec(Recurrent(), 5000), spec(Full(), 12000), spec(Window(9), 777)]
+    )
     prefix = Prefix(space, "a", 4)
     entries = [(prefix, c, g) for c in range(4) for g in range(3)]
     rows = rig.reserve_all(catalog, space, entries)

@@ -10,13 +10,7 @@ from typing import Any
 import numpy as np
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    initialize,
-    invariant,
-    precondition,
-    rule,
-)
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from lmcache_shm.arena import segment
 from lmcache_shm.arena.layout import SlotState
@@ -49,7 +43,9 @@ class CatalogMachine(RuleBasedStateMachine):
         self.catalog = Catalog(self.arena)
         self._register()
         self.committed: dict[Name, int] = {}
-        self.reserved: dict[int, tuple[Name, int, bool]] = {}  # row → name, client, cleared meanwhile
+        self.reserved: dict[
+            int, tuple[Name, int, bool]
+        ] = {}  # row → name, client, cleared meanwhile
         self.quarantined: dict[int, int] = {}
         self.leases: list[list[list[int]]] = []
         self.cleared_pins: set[int] = set()
@@ -105,7 +101,9 @@ class CatalogMachine(RuleBasedStateMachine):
             return
         before, was_blocked = dict(self.committed), self.blocked()
         pending = {owner: row for row, (owner, _, dropped) in self.reserved.items() if not dropped}
-        had_place = {g: self.catalog._slots.allocator.extents_of(space.groups[g].size) for g in groups}
+        had_place = {
+            g: self.catalog._slots.allocator.extents_of(space.groups[g].size) for g in groups
+        }
 
         rows = rig.reserve_all(self.catalog, space, entries, client)
 
@@ -257,7 +255,9 @@ class CatalogMachine(RuleBasedStateMachine):
         found = self.catalog.recover()
         assert found["damaged"] == 0
         assert found["slots"] == len(self.committed)
-        assert found["dropped"] == len(self.reserved) + len(self.quarantined) + len(self.cleared_pins)
+        assert found["dropped"] == len(self.reserved) + len(self.quarantined) + len(
+            self.cleared_pins
+        )
         self.reserved, self.quarantined, self.leases = {}, {}, []
         self.cleared_pins.clear()
         self._register()

@@ -113,6 +113,19 @@ def test_a_prefix_longer_than_the_arena_keeps_its_beginning(tight):
     assert catalog.snapshot()["counters"]["stores_skipped_full"] == 25
 
 
+def test_a_batch_longer_than_the_arena_does_not_take_its_own_beginning(tight):
+    """Ten chunks are there; thirty more of the same prefix are stored at once, with room for five."""
+    catalog, space = tight
+    prefix = Prefix(space, "long", 40)
+    store(catalog, space, prefix, range(10))
+
+    rows = reserve(catalog, space, prefix, range(10, 40))
+
+    assert [row >= 0 for row in rows] == [True] * 5 + [False] * 25
+    catalog.commit(rows[:5])
+    assert chunks_of(catalog, space, prefix, 40).n_chunks == 15
+
+
 def test_newest_wins_in_a_burst(tight):
     """Eight times the capacity at once: the last ones are there, the others counted as evicted."""
     catalog, space = tight
@@ -203,7 +216,10 @@ def test_two_busy_sizes_do_not_rob_each_other():
     """With equal use of both, extents stay where they are."""
     with rig.arena_of(32 * SLAB) as arena:
         catalog = Catalog(arena)
-        spaces = [catalog.register(b"%d" % i, [spec(Full(), size)]) for i, size in enumerate((12000, 20000))]
+        spaces = [
+            catalog.register(b"%d" % i, [spec(Full(), size)])
+            for i, size in enumerate((12000, 20000))
+        ]
         for i in range(400):
             space = spaces[i % 2]
             store(catalog, space, Prefix(space, f"p{i}", 2), range(2))
@@ -217,10 +233,14 @@ def test_two_busy_sizes_do_not_rob_each_other():
 def test_arena_smaller_than_a_slot_is_refused_with_a_remedy():
     with rig.arena_of(2 * SLAB + 4096) as arena:
         catalog = Catalog(arena)
-        with pytest.raises(Exception, match="larger --l1-size-gb or a smaller --chunk-size") as error:
+        with pytest.raises(
+            Exception, match="larger --l1-size-gb or a smaller --chunk-size"
+        ) as error:
             catalog.register(b"m", [spec(Full(), 2 * SLAB + 1, name="full")])
 
-        assert "one chunk of group full takes 0.1 MiB, the arena has room for 0.1 MiB" in str(error.value)
+        assert "one chunk of group full takes 0.1 MiB, the arena has room for 0.1 MiB" in str(
+            error.value
+        )
         assert "\n" not in str(error.value)
         assert catalog.register(b"m", [spec(Full(), 2 * SLAB)]).id
 

@@ -26,7 +26,9 @@ def by_hand(tokens: list[int], size: int, extras: dict[int, bytes]) -> list[byte
     return found
 
 
-@given(TOKENS, st.integers(1, 9), st.dictionaries(st.integers(0, 5), st.binary(max_size=9)), st.data())
+@given(
+    TOKENS, st.integers(1, 9), st.dictionaries(st.integers(0, 5), st.binary(max_size=9)), st.data()
+)
 def test_keys_do_not_depend_on_the_steps_in_which_tokens_become_known(tokens, size, extras, data):
     request = k.ChunkKeys(SEED, size)
     seen = 0
@@ -39,7 +41,10 @@ def test_keys_do_not_depend_on_the_steps_in_which_tokens_become_known(tokens, si
 
     assert b"".join(expected) == request.keys
     assert len(request) == len(expected) == len(request.encoded)
-    assert b"".join(k.extra_digest(extras.get(i, b"")) for i in range(len(expected))) == request.digests
+    assert (
+        b"".join(k.extra_digest(extras.get(i, b"")) for i in range(len(expected)))
+        == request.digests
+    )
     assert b"".join([SEED, *expected][:-1]) == request.parents()
     assert [request.key(i) for i in range(len(request))] == expected
     for first in range(len(request)):

@@ -73,7 +73,7 @@ def test_pins_of_the_dead_server_are_gone_and_generations_stay(arena):
 
 
 def test_use_order_survives(arena):
-    before, prefix = filled(arena)
+    before, _prefix = filled(arena)
     ticks = {name: int(arena.hot["tick"][row]) for name, row in rig.visible(before).items()}
     top = max(ticks.values())
 
@@ -81,7 +81,9 @@ def test_use_order_survives(arena):
     space = catalog.register(b"m", GROUPS)
     rows = store(catalog, space, Prefix(space, "b", 1), [0])
 
-    assert {n: int(arena.hot["tick"][r]) for n, r in rig.visible(catalog).items() if n in ticks} == ticks
+    assert {
+        n: int(arena.hot["tick"][r]) for n, r in rig.visible(catalog).items() if n in ticks
+    } == ticks
     assert int(arena.hot["tick"][rows[0]]) > top
 
 
@@ -215,6 +217,26 @@ def test_a_damaged_slab_table_is_never_trusted(arena):
         restarted(arena)
 
 
+@pytest.mark.parametrize("what", ["bind", "unbind"])
+def test_killed_while_an_extent_was_bound_or_unbound(arena, what):
+    """Some of its slabs say so already, some do not yet; nothing is in it."""
+    catalog, _ = filled(arena)
+    visible = rig.visible(catalog)
+    free = int(np.flatnonzero(arena.slabs["extent_slabs"] == 0)[-3])
+    arena.slabs[free : free + 3] = (3 * SLAB, free, 3, 1, 0)
+    arena.slabs["extent_slabs"][free + 1 : free + 3] = 0
+    if what == "unbind":
+        arena.hot["state"][free * catalog._slots.allocator.per_slab] = SlotState.FREE
+
+    catalog, found = restarted(arena)
+
+    assert found["damaged"] == 0
+    assert rig.visible(catalog) == visible
+    assert catalog.check() == []
+    space = catalog.register(b"large", [spec(Full(), 3 * SLAB)])
+    assert len(store(catalog, space, Prefix(space, "l", 1), [0])) == 1
+
+
 def test_damaged_namespaces_are_never_trusted(arena):
     filled(arena)
     start, area = arena.regions.namespaces, arena.regions.namespace_area
@@ -227,7 +249,7 @@ def test_damaged_namespaces_are_never_trusted(arena):
 
 def test_one_half_written_namespace_buffer_leaves_the_other(arena):
     """Killed while it wrote the second namespace: the first is still there."""
-    catalog, prefix = filled(arena)
+    catalog, _prefix = filled(arena)
     catalog.register(b"second", GROUPS)
     latest = arena.regions.namespaces + 2 % 2 * arena.regions.namespace_area
     arena.meta[latest + 40] ^= 1

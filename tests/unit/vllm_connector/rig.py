@@ -20,7 +20,7 @@ from lmcache_shm.vllm.metadata import Job, Place, StepMetadata
 from lmcache_shm.vllm.plan import CachePlan, make_plan
 from lmcache_shm.vllm.scheduler import SchedulerSide
 
-from .worlds import groups_of
+from .worlds import engine, groups_of
 
 SLOT = 4096
 TOKENS_AT = 1024
@@ -97,6 +97,9 @@ class DirectStart:
     def __init__(self, client: DirectClient, epoch: Epoch) -> None:
         self.client, self.latest = client, epoch
         self.speculative = False
+        self.vllm_config = engine(budget=512)
+        self.groups = [part.group for group in epoch.plan.groups for part in group.parts]
+        self.ignored: list[Any] = []
 
     def current(self) -> Epoch | None:
         return self.latest if self.client.up else None

@@ -8,6 +8,7 @@ from vllm.v1.kv_cache_interface import CircularBufferSpec, CrossAttentionSpec, R
 
 from lmcache_shm.catalog.hits import ChunkedLocal, Full, Recurrent, Window
 from lmcache_shm.vllm.groups import ModelError, content_bytes, kv_groups, unified_block_size
+
 from .worlds import config, full, groups_of, local, mla, state, uniform, window
 
 

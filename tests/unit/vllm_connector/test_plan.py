@@ -5,6 +5,7 @@ import pytest
 from lmcache_shm.catalog.hits import Full, Recurrent, Window
 from lmcache_shm.vllm.groups import IgnoredGroup, ModelError
 from lmcache_shm.vllm.plan import admissible_sizes, auto_chunk_size, check_recurrent, make_plan
+
 from .worlds import engine, full, groups_of, local, state, window
 
 

@@ -83,4 +83,6 @@ def engine(
         scheduler_config=SimpleNamespace(
             max_num_batched_tokens=budget, max_num_scheduled_tokens=scheduled, max_num_seqs=seqs
         ),
+        num_speculative_tokens=0,
+        num_lookahead_tokens=0,
     )

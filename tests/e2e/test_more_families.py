@@ -1,0 +1,94 @@
+"""Every other tiny model that vLLM's CPU backend can run: from the arena the same answers, by the groups' own rules.
+
+One engine per model. What it answers cold, with nothing to load, is the measure here: that a cold run with the connector equals
+one without is shown for six models in `test_families`.
+"""
+
+import os
+
+import pytest
+
+from tests.e2e.lab import FULL, NEW, SLIDING, STATE, TOLERANCE, Bench, msgpack_ids
+from tests.e2e.predict import Rule, World
+from tools.server_process import Server, Table
+from tools.tiny_models.process import Engine
+from tools.tiny_models.prompts import tokens
+
+BENCHES = [
+    Bench("qwen3", 96, (FULL,)),
+    Bench("mistral_sw", 96, (SLIDING,)),
+    Bench("gemma2", 96, (FULL, SLIDING)),
+    Bench("gemma3n", 128, (FULL, SLIDING)),  # the last layers own no KV
+    Bench("gemma4_shared", 128, (FULL, SLIDING)),  # the same
+    Bench("cohere2", 64, (FULL, Rule("window", 65))),  # a window that reaches over two chunks
+    Bench("olmo3", 128, (FULL, SLIDING)),
+    Bench("llama4", 64, (FULL, Rule("chunked", 128))),
+    Bench("qwen3_5_moe", 160, (FULL, STATE)),
+    Bench("qwen3_next", 320, (FULL, STATE)),
+    Bench("granite_hybrid", 96, (FULL, STATE)),
+    Bench("nemotron_h", 192, (FULL, STATE)),
+    Bench("zamba2", 96, (FULL, STATE)),
+    Bench("jamba", 128, (FULL, STATE)),
+    Bench("lfm2", 128, (FULL, STATE)),
+    Bench("lfm2_moe", 256, (FULL, STATE)),
+    Bench("deepseek_v2", 128, (FULL,)),
+    Bench("deepseek_v3", 128, (FULL,)),
+    Bench("deepseek_v4", 256, (FULL, Rule("window", 128), Rule("window", 8))),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bench", BENCHES, ids=lambda bench: bench.family)
+def test_answers_from_the_arena_are_right(bench: Bench) -> None:
+    """Cold, warm, a branch; then each object group's bytes are flipped in turn, and each time the answer changes."""
+    size = bench.chunk
+    long = tokens("long", max(600, 2 * size + 40))
+    branch = long[: size + size // 2] + tokens("branch", 80)
+    prompts = [long, tokens("at", 2 * size), tokens("above", 2 * size + 1)]
+    world = World(size, list(bench.rules))
+    with (
+        Server(f"test-{os.getpid()}-{bench.family}", chunk_size=size, size_mb=128) as server,
+        Engine(bench.family, connector=server.connector()) as engine,
+    ):
+        # Under salts of their own nothing is shared, so the branch, too, is computed.
+        cold = engine.generate(prompts, max_tokens=NEW, salt="one", cold=True)
+        cold += engine.generate([branch], max_tokens=NEW, salt="another", cold=True)
+        assert [output.external for output in cold] == [0, 0, 0, 0]
+        server.wait_idle()
+        server.clear()
+        first = engine.generate(prompts, max_tokens=NEW, cold=True)
+        table = server.wait_idle()
+        computed = [p + o.tokens[:-1] for p, o in zip(prompts, first, strict=True)]
+        for sequence in computed:
+            world.computed(sequence)
+        assert sorted(len(table.rows(group)) for group in range(len(bench.rules))) == sorted(
+            world.count()
+        )
+
+        warm = engine.generate([*prompts, branch], max_tokens=NEW, cold=True)
+
+        assert [output.external for output in warm] == [world.hit(p) for p in [*prompts, branch]]
+        assert max(a.difference(b) for a, b in zip(cold, warm, strict=True)) <= TOLERANCE
+        server.wait_idle()
+        for group in range(len(bench.rules)):
+            rows = table.rows(group)
+            ends = {row: page_bytes(table, row, size, computed) for row in rows}
+            for row, end in ends.items():
+                table.flip(row, end)
+            (broken,) = engine.generate([long], max_tokens=NEW, cold=True)
+            for row, end in ends.items():
+                table.flip(row, end)
+            assert broken.external == world.hit(long)
+            assert not cold[0].difference(broken) <= 10 * TOLERANCE, f"object group {group}"
+        server.wait_idle()
+        assert server.check() == []
+        assert engine.ask("free_blocks") == engine.info["num_blocks"] - 1
+
+
+def page_bytes(table: Table, row: int, size: int, computed: list[list[int]]) -> int:
+    """Where in a slot the pages end: in front of the token ids of a chunk of one of these sequences."""
+    chunk = int(table.cold["chunk"][row])
+    payload = table.payload(row).tobytes()
+    ends = [payload.rfind(msgpack_ids(ids[chunk * size : (chunk + 1) * size])) for ids in computed]
+    assert max(ends) > 0
+    return max(ends)
