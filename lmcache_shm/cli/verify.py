@@ -55,7 +55,7 @@ class Verdict:
     tokens_equal: float | None = None
     """Share of prompts with equal tokens: for information, not every model is bit-exact."""
     served_tokens: int = 0
-    """Prompt tokens of the warm run that came from the arena."""
+    """Prompt tokens of the warm run that came from the arena: found there, and taken by vLLM."""
     asked_tokens: int = 0
     """Prompt tokens for which the engine asked the arena in the warm run."""
     failed_loads: int = 0
@@ -125,17 +125,20 @@ def _twice(once: Any, deployment: Deployment, config: Config, verdict: Verdict) 
     started = time.monotonic()
     cold = once()
     verdict.seconds["cold"] = round(time.monotonic() - started, 3)
-    before = settled(config)["counters"]
+    before, loaded_before = settled(config)["counters"], deployment.loaded_tokens()
     deployment.reset_prefix_cache()
     started = time.monotonic()
     warm = once()
     verdict.seconds["warm"] = round(time.monotonic() - started, 3)
-    after = counters(config)["counters"]
+    after, loaded_after = counters(config)["counters"], deployment.loaded_tokens()
 
     def gained(name: str) -> int:
         return int(after.get(name, 0)) - int(before.get(name, 0))
 
     verdict.served_tokens, verdict.asked_tokens = gained("hit_tokens"), gained("query_tokens")
+    if loaded_before is not None and loaded_after is not None:
+        # What the server found, the engine may have refused: its confirmation of the token ids has the last word.
+        verdict.served_tokens = min(verdict.served_tokens, loaded_after - loaded_before)
     verdict.failed_loads = gained("loads_failed")
     return cold, warm
 

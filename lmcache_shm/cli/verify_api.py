@@ -1,6 +1,7 @@
 """The deployment under test, over HTTP (the OpenAI completions API of ``vllm serve``), and its cache server."""
 
 import json
+import re
 import time
 import urllib.error
 import urllib.request
@@ -82,14 +83,29 @@ class Deployment:
                 )
             time.sleep(0.1)
 
+    def loaded_tokens(self) -> int | None:
+        """Prompt tokens that vLLM took from its connector so far; None when it shows no metrics."""
+        try:
+            text = self._fetch("GET", "/metrics").decode(errors="replace")
+        except VerifyError:
+            return None
+        values = re.findall(
+            r"^vllm:external_prefix_cache_hits_total(?:{.*?})? (\S+)", text, re.MULTILINE
+        )
+        return int(sum(map(float, values))) if values else None
+
     def _call(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
+        text = self._fetch(method, path, body)
+        return json.loads(text) if text else None
+
+    def _fetch(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> bytes:
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(  # noqa: S310  (the scheme was checked)
             self.url + path, data=data, headers=self._headers, method=method
         )
         try:
             with urllib.request.urlopen(request, timeout=self.timeout_s) as reply:  # noqa: S310
-                text = reply.read()
+                return bytes(reply.read())
         except urllib.error.HTTPError as error:
             if error.code == 404:
                 raise _NotFound(f"{self.url}{path} does not exist") from None
@@ -97,7 +113,6 @@ class Deployment:
             raise VerifyError(f"{self.url}{path}: {error.code} {reason}") from None
         except (OSError, ValueError) as error:
             raise VerifyError(f"no answer from {self.url}{path}: {_reason(error)}") from None
-        return json.loads(text) if text else None
 
 
 class _NotFound(VerifyError):

@@ -119,8 +119,8 @@ def test_flipped_bytes_in_the_arena_are_found(
     def corrupt() -> None:
         table = deployed.server.table()
         for row in table.rows():
-            pages = int(table.cold["slot_bytes"][row]) - (5 * 320 + 16) - 8
-            table.flip(int(row), pages // 64 * 64)
+            # The token ids behind the pages stay right: 320 of them, as msgpack.
+            table.flip(int(row), table.payload(int(row)).tobytes().rfind(b"\xdc\x01\x40"))
 
     before_the_warm_run(monkeypatch, corrupt)
 
@@ -130,6 +130,25 @@ def test_flipped_bytes_in_the_arena_are_found(
     assert said["served_tokens"] > 0  # it was served, and wrong
     assert "first token" in said["complaints"][0]
     assert said["tokens_equal"] < 1.0
+
+
+def test_flipped_token_ids_are_no_hit(
+    deployed: Deployed, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The exact-match confirmation refuses them, so the answers are right, but not from the arena."""
+
+    def corrupt() -> None:
+        table = deployed.server.table()
+        for row in table.rows():
+            payload = table.payload(int(row))
+            payload[payload.tobytes().rfind(b"\xdc\x01\x40") :] ^= 1
+
+    before_the_warm_run(monkeypatch, corrupt)
+
+    status, said = run(deployed, capsys)
+
+    assert (status, said["served_tokens"], said["tokens_equal"]) == (1, 0, 1.0), said
+    assert "nothing was served" in said["complaints"][0]
 
 
 def test_an_arena_that_was_emptied_serves_nothing(

@@ -64,6 +64,8 @@ class Cache:
         self.plans: dict[int, Planned] = {}
         self.spoiled: set[str] = set()
         """Requests that had a failed load: nothing may be offered to them again, and need not."""
+        self.lossy = False
+        """Slots are taken away on purpose, or the server is: copies may find them changed."""
         self.blind = False
         """The server is away: misses are no surprise."""
         self.stores = self.loads = self.failed_loads = 0
@@ -129,7 +131,7 @@ class Cache:
         ranks = self.engine.workers.ranks
         rank = next(i for i, r in enumerate(ranks) if 0 <= address - r.address < r.raw.size)
         engine = LateEngine(
-            arena, layouts, self.rng, self.pace, lambda *around: self.watch(rank, *around)
+            arena, layouts, self.rng, self.pace, lambda *around: self.watch(rank, *around), self._refused
         )
         self.engines.append(engine)
         return engine
@@ -249,6 +251,15 @@ class Cache:
         elif job.kind == "load" and when == "after":
             assert planned.stream is not None
             self._compare(rank, "load", f"load {job.id} of {planned.job.req_id}", slot, planned.stream, chunk)
+
+    def _refused(self, job: CopyJob, item: CopyItem, reason: str) -> None:
+        """The real engine did not copy a slot."""
+        if self.watching and reason == "generation" and not self.lossy:
+            self.oracle.fail(
+                "lost_pin", f"{job.kind} {job.id}: slot {item.row} changed hands although it was {job.kind}d under a lease"
+            )
+        if self.watching and reason not in ("generation", "arena"):
+            self.oracle.fail("copy", f"{job.kind} {job.id}: slot {item.row}: {reason}")
 
     def _compare(self, rank: int, kind: str, what: str, slot: Any, stream: Stream, chunk: int) -> None:
         """The blocks of `slot` hold chunk number `chunk` of this prefix."""

@@ -39,7 +39,7 @@ class Pace:
 
 
 Watch = Callable[[CopyJob, CopyItem, str], None]
-"""Called with "before" and "after" around each slot's copy."""
+"""Called with "before" and "after" around each slot's copy (or with the reason why there was none)."""
 
 
 @dataclass
@@ -51,6 +51,8 @@ class LateEngine:
     rng: random.Random
     pace: Pace
     watch: Watch
+    refused: Watch
+    """Called with the reason when a slot was not copied."""
     stats: EngineStats = field(default_factory=EngineStats)
 
     def __post_init__(self) -> None:
@@ -124,6 +126,7 @@ class LateEngine:
             if result.ok:
                 self.watch(pending.job, item, "after")
             else:
+                self.refused(pending.job, item, result.reason)
                 pending.fail = pending.fail or result.reason
                 pending.todo.clear()
         if not pending.todo:

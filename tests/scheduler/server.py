@@ -6,7 +6,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from lmcache_shm.arena.layout import SlotState
+from lmcache_shm.arena.layout import FLAG_DROP, SlotState
 from lmcache_shm.arena.segment import create
 from lmcache_shm.catalog.catalog import Catalog
 from lmcache_shm.config import Config, server_config
@@ -103,7 +103,8 @@ class CacheServer:
             if hot["state"][row] != SlotState.COMMITTED or slots.is_dropped(rows)[0]:
                 return
             if hot["pins"][row]:
-                slots.drop(rows)
+                slots.forget(rows)
+                hot["flags"][row] |= FLAG_DROP
                 hot["generation"][row] += 1
             else:
                 slots.evict(rows)

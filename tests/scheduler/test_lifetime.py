@@ -142,6 +142,7 @@ def test_a_slot_that_was_given_away_under_a_load_is_noticed(family: str, instanc
         lab.hold()
         again = lab.add(prompt, 3)
         lab.turns(2)
+        lab.cache.lossy = True
         lab.server.steal(next(iter(lab.cache.stored().values())))
         lab.finish("load")
         lab.run(idle_too=False)
@@ -365,6 +366,7 @@ def test_copies_that_outlive_their_server_are_never_served(instance: str) -> Non
         lab.hold()
         lab.add(lab.prompt(4 * lab.chunk + 1))
         lab.run(idle_too=False)
+        lab.cache.lossy = True
         lab.server.stop()
         lab.server.restart()
         until(lambda: lab.cache.side.start.client.up)

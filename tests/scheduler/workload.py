@@ -155,6 +155,7 @@ class Run:
     def _live(self, life: int) -> None:
         w = self.workload
         self.cache = Cache(self.server, self.rng, w.pace, known=self.known)
+        self.cache.lossy = w.chances.steal > 0
         try:
             self.engine = Engine(w.setup, self.rng, self.cache, f"engine-{life}")
             self.left = w.requests

@@ -25,6 +25,7 @@ class Engine:
         self.requests: list[dict[str, Any]] = []
         self.hit_tokens = 0
         self.served_per_request = 256
+        self.taken_share: float | None = 1.0
         self.failures = 0
         self.reserved = 0
         self.logprob: Callable[[bool], float] = lambda _warm: -1.0
@@ -72,7 +73,25 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(data)
 
     def do_GET(self) -> None:
-        self._answer(200, {"data": [{"id": "tiny", "max_model_len": 2000}]})
+        if self.path == "/metrics":
+            self._metrics()
+        else:
+            self._answer(200, {"data": [{"id": "tiny", "max_model_len": 2000}]})
+
+    def _metrics(self) -> None:
+        share = self.engine.taken_share
+        if share is None:
+            self._answer(404, {})
+            return
+        taken = self.engine.hit_tokens * share
+        text = (
+            "# TYPE vllm:external_prefix_cache_hits_total counter\n"
+            f'vllm:external_prefix_cache_hits_total{{engine="0",model_name="tiny"}} {taken}\n'
+        ).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text)
 
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
@@ -150,6 +169,18 @@ def test_nothing_served_is_a_failure(
 
     assert status == 1
     assert "nothing was served from the arena" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("share", "status"), [(1.0, 0), (0.5, 0), (0.0, 1), (None, 0)])
+def test_what_vllm_did_not_take_was_not_served(
+    engine: Engine, url: str, share: float | None, status: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A hit that the engine refused counts as none; an engine without metrics is believed our counters."""
+    engine.taken_share = share
+
+    assert call("--base-url", url, "--limit", "4", "--json") == status
+    said = json.loads(capsys.readouterr().out)
+    assert said["served_tokens"] == int(4 * 256 * (1.0 if share is None else share))
 
 
 def test_wrong_answers_from_the_cache_are_a_failure(

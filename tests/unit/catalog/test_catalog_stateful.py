@@ -30,7 +30,7 @@ MODELS = [
 ]
 PREFIXES = ("a", "b", "c", "d")
 CHUNKS = 7
-DATA_BYTES = [SLAB * 3, SLAB * 5 + 4097, SLAB * 16, SLAB * 40 + 3333]
+DATA_BYTES = [SLAB * 3, SLAB * 5 + 4097, SLAB * 9, SLAB * 20 + 3333]
 
 
 class CatalogMachine(RuleBasedStateMachine):
@@ -49,7 +49,7 @@ class CatalogMachine(RuleBasedStateMachine):
         self.quarantined: dict[int, int] = {}
         self.leases: list[list[list[int]]] = []
         self.cleared_pins: set[int] = set()
-        self.generation: dict[int, int] = {}
+        self.meant: dict[int, tuple[Name, int]] = {}  # row → chunk, generation
 
     def _register(self) -> None:
         self.spaces = [
@@ -137,10 +137,25 @@ class CatalogMachine(RuleBasedStateMachine):
                 return
             assert owner not in gone, "a prefix evicted its own beginning"
 
+    @rule(
+        which=st.integers(0, len(MODELS) - 1),
+        name=st.sampled_from(PREFIXES),
+        first=st.integers(0, CHUNKS - 1),
+        group=st.integers(0, 2),
+    )
+    def store(self, which, name, first, group) -> None:
+        """What engines do most: the rest of a prefix, written and published."""
+        before = set(self.reserved)
+        self.reserve(which, name, first, CHUNKS, {group}, 0, False, False)
+        self._commit(sorted(set(self.reserved) - before))
+
     @precondition(lambda self: self.reserved)
     @rule(data=st.data())
     def commit(self, data) -> None:
         rows = data.draw(st.lists(st.sampled_from(sorted(self.reserved)), min_size=1, unique=True))
+        self._commit(rows)
+
+    def _commit(self, rows: list[int]) -> None:
         published = 0
         for row in rows:
             owner, _, dropped = self.reserved.pop(row)
@@ -163,7 +178,21 @@ class CatalogMachine(RuleBasedStateMachine):
             self.quarantined.pop(row, None)
         self.expect()
 
-    @rule(client=st.integers(0, 2))
+    @rule(
+        what=st.sampled_from(["lose_client", "client_is_dead", "clear", "clear", "restart"]),
+        client=st.integers(0, 2),
+        which=st.none() | st.integers(0, len(MODELS) - 1),
+        salt=st.none() | st.integers(0, 1),
+    )
+    def accident(self, what, client, which, salt) -> None:
+        """Rarer than the rest, or nothing would ever be full."""
+        if what == "clear":
+            self.clear(which, salt)
+        elif what == "restart":
+            self.restart()
+        else:
+            getattr(self, what)(client)
+
     def lose_client(self, client) -> None:
         rows = [row for row, (_, owner, _) in self.reserved.items() if owner == client]
 
@@ -173,7 +202,6 @@ class CatalogMachine(RuleBasedStateMachine):
             self.quarantined[row] = client
         self.expect()
 
-    @rule(client=st.integers(0, 2))
     def client_is_dead(self, client) -> None:
         rows = [row for row, owner in self.quarantined.items() if owner == client]
 
@@ -185,8 +213,8 @@ class CatalogMachine(RuleBasedStateMachine):
     @rule(
         which=st.integers(0, len(MODELS) - 1),
         name=st.sampled_from(PREFIXES),
-        num_tokens=st.integers(0, (CHUNKS + 1) * CHUNK),
-        part=st.floats(0, 1),
+        num_tokens=st.just((CHUNKS + 1) * CHUNK) | st.integers(0, (CHUNKS + 1) * CHUNK),
+        part=st.just(0.0) | st.floats(0, 1),
     )
     def acquire(self, which, name, num_tokens, part) -> None:
         space, prefix = self.spaces[which], self.prefixes[which][name]
@@ -218,7 +246,6 @@ class CatalogMachine(RuleBasedStateMachine):
         self.cleared_pins &= set(self.pins())
         self.expect()
 
-    @rule(which=st.none() | st.integers(0, len(MODELS) - 1), salt=st.none() | st.integers(0, 1))
     def clear(self, which, salt) -> None:
         ids = {space.id for i, space in enumerate(self.spaces) if which in {None, i}}
         salted = {
@@ -245,8 +272,7 @@ class CatalogMachine(RuleBasedStateMachine):
         }
         self.expect()
 
-    @rule(alive=st.booleans())
-    def restart(self, alive) -> None:
+    def restart(self) -> None:
         """The server is killed; a new one adopts the arena. Clients' leases are gone with it."""
         name, geometry = self.arena.instance, self.arena.geometry
         self.arena.close()
@@ -278,14 +304,17 @@ class CatalogMachine(RuleBasedStateMachine):
             assert rows == set(np.flatnonzero(state == states).tolist())
         expected = self.pins()
         assert {row: n for row, n in enumerate(pins.tolist()) if n} == dict(expected)
-        self._generations({**self.reserved, **expected})
+        self._generations()
 
-    def _generations(self, held: dict[int, Any]) -> None:
-        """Held rows keep their generation; no row's ever falls."""
+    def _generations(self) -> None:
+        """A row keeps its generation as long as it means the same chunk; afterwards it has another one."""
         now = self.arena.hot["generation"]
-        for row, generation in self.generation.items():
-            assert now[row] == generation if row in held else now[row] >= generation
-        self.generation = {row: int(now[row]) for row in held}
+        means: dict[int, Any] = {row: name for name, row in self.committed.items()}
+        means |= {row: name for row, (name, _, _) in self.reserved.items()}
+        means |= {row: self.meant[row][0] for row in [*self.cleared_pins, *self.quarantined]}
+        for row, (name, generation) in self.meant.items():
+            assert now[row] == generation if means.get(row) == name else now[row] > generation
+        self.meant = {row: (name, int(now[row])) for row, name in means.items()}
 
     @invariant()
     def bytes_add_up(self) -> None:

@@ -1,0 +1,282 @@
+"""Our own code, broken on purpose in one place: each must make the harness fail."""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+
+from lmcache_shm.catalog import hits
+from lmcache_shm.catalog.hits import Window
+from lmcache_shm.transfer.guard import SlotGuard
+from lmcache_shm.vllm import book, loads, lookup, planner, requests, scheduler, stores
+
+Enter = Callable[[ExitStack], None]
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """`caught_as`: kinds of violation that show it; `families`: geometries where it can show."""
+
+    enter: Enter
+    caught_as: tuple[str, ...]
+    families: tuple[str, ...]
+    steal: bool = False
+    """It only shows when slots are given away under a load."""
+
+
+MUTATIONS: dict[str, Mutation] = {}
+
+
+def mutation(
+    *caught_as: str, families: tuple[str, ...], steal: bool = False
+) -> Callable[[Enter], Enter]:
+    def enter_it(enter: Enter) -> Enter:
+        MUTATIONS[enter.__name__] = Mutation(enter, caught_as, families, steal)
+        return enter
+
+    return enter_it
+
+
+@contextmanager
+def broken(name: str) -> Iterator[None]:
+    with ExitStack() as patches:
+        MUTATIONS[name].enter(patches)
+        yield
+
+
+# ------------------------------------------------------------------------------------- blocks
+@mutation("changed_hands", "store_source", families=("full", "windows", "gdn"))
+def hold_no_blocks(patches: ExitStack) -> None:
+    """A store reads blocks on which it has no reference."""
+    entered = book.StoreBook.open
+
+    def forgetting(self: Any, epoch: Any, rows: Any, keys: Any, blocks: Any) -> Any:
+        blocks[0].pool.free_blocks(blocks)
+        return entered(self, epoch, rows, keys, [])
+
+    patches.enter_context(patch.object(book.StoreBook, "open", forgetting))
+
+
+@mutation("changed_hands", "store_source", families=("full", "windows"))
+def let_go_before_the_last_copy(patches: ExitStack) -> None:
+    """Blocks are released when the job was handed to the workers, not when they have reported."""
+    planned = planner.Batch.open_jobs
+
+    def hasty(self: Any, answer: Any) -> Any:
+        jobs = planned(self, answer)
+        for job in jobs:
+            entry = self._book._jobs[job.id]
+            blocks, entry.blocks = entry.blocks, []
+            self._pool.free_blocks(blocks)
+        return jobs
+
+    patches.enter_context(patch.object(planner.Batch, "open_jobs", hasty))
+
+
+@mutation("held_blocks", families=("full",))
+def never_let_go(patches: ExitStack) -> None:
+    """Blocks of ended stores stay referenced."""
+    patches.enter_context(patch.object(scheduler.SchedulerSide, "_release_blocks", lambda self: False))
+
+
+@mutation("null_block", "store_source", families=("windows", "local"))
+def accept_a_null_block(patches: ExitStack) -> None:
+    """A page that has left the window is stored from wherever the table points."""
+    checked = stores.storable
+
+    def blind(plan: Any, group: Any, chunk: int, tables: Any, states: Any, null: int = 0) -> Any:
+        return checked(plan, group, chunk, tables, states, -1)
+
+    patches.enter_context(patch.object(planner, "storable", blind))
+
+
+@mutation("store_source", "stored", "load", families=("windows", "deepseek_v4"))
+def shift_a_stored_window_by_a_page(patches: ExitStack) -> None:
+    """The tail that is stored begins one page too early."""
+
+    def shifted(part: Any, chunk: int, tables: Any) -> Any:
+        start = chunk * part.pages_per_chunk
+        back = int(isinstance(part.group.rule, Window) and part.first_page > 0)
+        table = tables[part.group.index]
+        return table[start + part.first_page - back : start + part.pages_per_chunk - back]
+
+    patches.enter_context(patch.object(stores, "_tail", shifted))
+
+
+@mutation("load", "read", families=("windows", "full"))
+def shift_a_load_by_a_page(patches: ExitStack) -> None:
+    """Pages arrive in their neighbours' blocks."""
+    right = loads._pages
+
+    def shifted(part: Any, chunk: int, local: int, table: Any, null: int) -> Any:
+        run = right(part, chunk, local, table, null)
+        if run is None or len(run[2]) < 2:
+            return run
+        return run[0], run[1], np.roll(run[2], 1)
+
+    patches.enter_context(patch.object(loads, "_pages", shifted))
+
+
+@mutation("overwrite", "plan", "load", families=("full", "gdn", "windows"))
+def load_over_what_the_engine_has(patches: ExitStack) -> None:
+    """The blocks of the local prefix are written again."""
+    right = scheduler.plan_load
+
+    def greedy(plan: Any, first: Any, held: int, local: int, total: int, tables: Any, null: int = 0) -> Any:
+        return right(plan, first, held, max(0, local - plan.groups[0].parts[0].group.block_size), total, tables, null)
+
+    patches.enter_context(patch.object(scheduler, "plan_load", greedy))
+
+
+# ------------------------------------------------------------------------------------- states, drafts
+@mutation("store_source", "stored", families=("gdn", "gdn_any", "gdn_window"))
+def store_a_state_from_inside_a_step(patches: ExitStack) -> None:
+    """The state at the step's end is taken for the one at the last boundary in it."""
+    right = stores.step_states
+
+    def rounded(plan: Any, tables: Any, offers: Any, ends: Any, null: int = 0) -> Any:
+        size = plan.chunk_size
+        return right(plan, tables, offers, [-(-end // size) * size for end in ends], null)
+
+    patches.enter_context(patch.object(planner, "step_states", rounded))
+
+
+@mutation("store_source", "stored", families=("gdn", "gdn_fine", "gdn_window"))
+def trust_the_table_while_drafting(patches: ExitStack) -> None:
+    """A state is read from its positional place although speculative columns are in use."""
+
+    def trusting(state: Any, start: int, n: int, *, drafts: bool) -> list[int]:
+        return [start + n, start + n - 1, start + 1]
+
+    patches.enter_context(patch.object(planner, "exact_ends", trusting))
+
+
+# ------------------------------------------------------------------------------------- slots
+@mutation("load", "read", families=("full", "gdn", "windows"), steal=True)
+def ignore_the_generation(patches: ExitStack) -> None:
+    """A slot that changed hands under a copy is believed."""
+    patches.enter_context(patch.object(SlotGuard, "changed_hands", lambda self, item, kind: ""))
+
+
+@mutation("stored", "load", "read", families=("full_tp2", "windows_tp2"))
+def commit_before_the_last_rank(patches: ExitStack) -> None:
+    """One rank's report publishes the slots of all."""
+    right = scheduler.SchedulerSide._current
+
+    def hasty(self: Any) -> Any:
+        epoch = right(self)
+        if epoch is not None:
+            epoch.writers = np.arange(1)
+        return epoch
+
+    patches.enter_context(patch.object(scheduler.SchedulerSide, "_current", hasty))
+
+
+@mutation("stored", "load", "read", families=("full", "windows", "gdn"))
+def commit_what_failed(patches: ExitStack) -> None:
+    """A store whose copy failed is published."""
+    right = book.StoreBook._reported
+
+    def hopeful(self: Any) -> Any:
+        return [(job, True) for job, _ in right(self)]
+
+    patches.enter_context(patch.object(book.StoreBook, "_reported", hopeful))
+
+
+@mutation("leak", families=("full", "windows"))
+def keep_the_lease(patches: ExitStack) -> None:
+    """A look-up's pins are never given back."""
+    patches.enter_context(patch.object(book.StoreBook, "give_back", lambda self, lease: None))
+
+
+@mutation("lost_pin", families=("full", "gdn"))
+def unpin_before_the_load(patches: ExitStack) -> None:
+    """The lease is given back when blocks were allocated, before anything was copied."""
+    right = scheduler.SchedulerSide.allocated
+
+    def hasty(self: Any, request: Any, tables: Any, external: int) -> None:
+        state = self._requests.get(request.request_id)
+        lease = state.hit.lease if external and state is not None and state.hit is not None else 0
+        right(self, request, tables, external)
+        if lease:
+            self.book.give_back(lease)
+            self.settler.settle()
+
+    patches.enter_context(patch.object(scheduler.SchedulerSide, "allocated", hasty))
+
+
+# ------------------------------------------------------------------------------------- hits
+@mutation("invented", "plan", families=("full", "windows"))
+def pretend_a_hit(patches: ExitStack) -> None:
+    """One chunk more than there is is offered."""
+    right = scheduler.look_up
+
+    def boastful(client: Any, epoch: Any, keys: Any, local: int, num: int, *rest: Any) -> Any:
+        hit, why = right(client, epoch, keys, local, num, *rest)
+        if hit is not None and (hit.n_chunks + 1) * epoch.plan.chunk_size < num:
+            hit = replace(hit, n_chunks=hit.n_chunks + 1)
+        return hit, why
+
+    patches.enter_context(patch.object(scheduler, "look_up", boastful))
+
+
+@mutation("invented", "missed", families=("windows", "deepseek_v4", "windows_tp2"))
+def a_window_one_page_too_short(patches: ExitStack) -> None:
+    """Hits ask for less than the window."""
+    right = hits._first_needed
+
+    def short(rule: Any, chunk_size: int, n: Any, local: int) -> Any:
+        if isinstance(rule, Window):
+            rule = Window(max(rule.tokens - chunk_size, 1))
+        return right(rule, chunk_size, n, local)
+
+    patches.enter_context(patch.object(hits, "_first_needed", short))
+
+
+@mutation("invented", families=("gdn", "gdn_any", "mamba2"))
+def apply_the_hit_of_attention_to_states(patches: ExitStack) -> None:
+    """Recurrent groups are not asked whether they have the state."""
+    right = hits._has
+
+    def careless(rule: Any, chunk_size: int, n: Any, local: int, have: Any) -> Any:
+        if isinstance(rule, hits.Recurrent):
+            have = np.ones_like(have)
+        return right(rule, chunk_size, n, local, have)
+
+    patches.enter_context(patch.object(hits, "_has", careless))
+
+
+@mutation("missed", families=("full", "gdn"))
+def forget_to_store_the_last_chunk(patches: ExitStack) -> None:
+    """The writer stops one chunk early: nothing wrong is served, but what could be found is not there."""
+    right = requests.RequestState.advance
+
+    def hasty(self: Any, chunk: int) -> None:
+        right(self, chunk + 1)
+
+    patches.enter_context(patch.object(requests.RequestState, "advance", hasty))
+
+
+@mutation("key", "read", "load", families=("full", "windows"))
+def leave_the_salt_out_of_the_key(patches: ExitStack) -> None:
+    """Two tenants share a prefix."""
+    patches.enter_context(patch.object(requests, "extra_of", lambda request, chunk_size: None))
+
+
+@mutation("offer", families=("full", "gdn"))
+def offer_again_after_a_failed_load(patches: ExitStack) -> None:
+    """A request whose load failed is offered the same again."""
+    right = scheduler.SchedulerSide.matched_tokens
+
+    def forgetful(self: Any, request: Any, local: int) -> Any:
+        state = self.on_new_request(request)
+        state.no_external = False
+        return right(self, request, local)
+
+    patches.enter_context(patch.object(scheduler.SchedulerSide, "matched_tokens", forgetful))
+
+
+_ = lookup

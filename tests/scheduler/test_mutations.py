@@ -1,0 +1,56 @@
+"""The harness is worth something only if it fails when our code is wrong: each mutation must be caught."""
+
+import itertools
+import random
+from dataclasses import replace
+
+import pytest
+
+from tests.scheduler import workload
+from tests.scheduler.late import Pace
+from tests.scheduler.mutations import MUTATIONS, broken
+from tests.scheduler.oracle import Violation
+from tests.scheduler.workload import Chances, Workload
+
+ATTEMPTS = 60
+"""Random workloads until a mutation has to have been noticed."""
+
+
+def draw(seed: int, name: str) -> Workload:
+    """A workload of a geometry in which the mutation can show, with enough going on."""
+    mutation = MUTATIONS[name]
+    drawn = workload.make(seed, mutation.families[seed % len(mutation.families)])
+    rng = random.Random(f"{name} {seed}")
+    steal = 0.3 if mutation.steal else 0.0
+    return replace(
+        drawn,
+        arena_bytes=2 * workload.MIB,
+        requests=10,
+        lives=2,
+        pace=Pace(wait=8, go=0.5, fail_loads=rng.choice([0, 0.3]), fail_stores=rng.choice([0, 0.3])),
+        chances=Chances(arrive=0.2, abort=0.01, evict=0.03, steal=steal, reset=0.02, clear=0.0),
+        salts=(None, "a"),
+        adapters=(None,),
+        bases=drawn.bases[:2],
+    )
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_a_mutation_of_our_code_is_caught(name: str, instance: str) -> None:
+    """Within some random workloads the oracle says what went wrong, in one of the ways that fit."""
+    caught = ""
+    with broken(name):
+        for seed in itertools.islice(itertools.count(), ATTEMPTS):
+            try:
+                workload.run(draw(seed, name), f"{instance}-{seed}")
+            except Violation as violation:
+                caught = violation.kind
+                break
+    assert caught in MUTATIONS[name].caught_as, f"{name}: {caught or 'not caught'}"
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_without_the_mutation_the_same_workloads_pass(name: str, instance: str) -> None:
+    """The negative control of the negative control."""
+    for seed in range(3):
+        workload.run(draw(seed, name), f"{instance}-{seed}")
