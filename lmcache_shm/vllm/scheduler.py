@@ -57,6 +57,8 @@ class SchedulerSide:
         self._planned: list[tuple[Job, Epoch]] = []
         self._doomed: list[str] = []
         self._cancelled: list[int] = []
+        self._recomputing: set[str] = set()
+        """Requests whose load failed, and that were not scheduled again since."""
         self._clear_first = False
         self._local_outdated = False  # vLLM's own cache may hold blocks from before a reset
         self._null = 0
@@ -91,6 +93,12 @@ class SchedulerSide:
         state.rewind()
         state.prefix_tokens = local_tokens
         if request.skip_reading_prefix_cache or state.no_external:
+            return NOTHING
+        if self._recomputing and request.request_id not in self._recomputing:
+            # vLLM sets blocks aside for those whose load failed before it begins another load, and this
+            # request may stand before them in the queue: each would wait for the other.
+            self._drop_hit(state)
+            self.counts.add("misses.recomputing")
             return NOTHING
         hit = state.hit
         if hit is None or hit.epoch is not epoch or hit.local_tokens != local_tokens:
@@ -179,6 +187,7 @@ class SchedulerSide:
         self._doomed.append(state.request.request_id)
 
     def request_finished(self, request: Any) -> None:
+        self._recomputing.discard(request.request_id)
         state = self._requests.pop(request.request_id, None)
         if state is not None:
             self._drop_hit(state)
@@ -199,9 +208,10 @@ class SchedulerSide:
         for req_id in output.preempted_req_ids or ():
             if req_id in self._requests:
                 self._drop_states(self._requests[req_id])
-        if self.parking:
+        if self.parking or self._recomputing:
             for req_id in output.num_scheduled_tokens:
                 self.parking.leave(req_id)
+                self._recomputing.discard(req_id)
         epoch = self._current()
         self.settler.stepped()
         with self.settler.exchange:
@@ -252,6 +262,7 @@ class SchedulerSide:
                 self.client.count("load_failed")
                 if state is not None:
                     state.no_external = state.passed_over = True
+                    self._recomputing.add(req_id)
             if state is None:
                 self.parking.leave(req_id)
         refused = connector_output.kv_connector_worker_meta

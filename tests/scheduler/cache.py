@@ -337,8 +337,8 @@ class Cache:
         req_id = request.request_id
         self.oracle.note(f"offer {req_id}: {tokens} beyond {local} of {request.num_tokens}")
         self.offered_tokens += tokens or 0
-        if tokens is None:
-            return  # to be asked again
+        if tokens is None or (not tokens and self.side._recomputing):  # noqa: SLF001
+            return  # to be asked again, or nothing is loaded until a failed load was made good
         if tokens and not asynchronous:
             self.oracle.fail("offer", f"{req_id}: a synchronous load is offered")
         if tokens and req_id in self.spoiled:

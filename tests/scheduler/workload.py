@@ -43,6 +43,8 @@ class Outcome:
     external_tokens: int = 0
     evictions: int = 0
     resets: int = 0
+    chunks: int = 0
+    """Chunks that had to be stored, and were."""
 
 
 @dataclass
@@ -148,6 +150,8 @@ class Run:
                 self._live(life)
         except Violation as violation:
             raise Violation(violation.kind, f"{w.name}\n  {violation}") from None
+        except Exception as error:
+            raise Violation("engine_died", f"{w.name}: {error!r}") from error
         finally:
             self.server.close()
         return self.outcome
@@ -180,6 +184,34 @@ class Run:
         if engine.scheduler.has_requests():
             engine.oracle.fail("stuck", "the engine still has work although all is over")
         cache.drained()
+        if self._lossless():
+            self._complete()
+
+    def _lossless(self) -> bool:
+        """Nothing was to be lost in this run: all stores went well and there was room for all."""
+        w, c = self.workload, self.workload.chances
+        counters = self.server.catalog.snapshot()["counters"]
+        return not (
+            c.evict or c.steal or c.reset or c.clear or w.pace.fail_stores
+            or counters["evictions"] or counters["stores_skipped_full"]
+            or "lmcache_shm.mamba_steps" in w.setup.family.extra
+        )  # fmt: skip
+
+    def _complete(self) -> None:
+        """Every whole chunk of every prompt that was computed is there, in all object groups."""
+        cache, chunk = self.cache, self.workload.setup.chunk
+        stored, space = cache.stored(), cache.namespace()
+        for req_id, asked in self.engine.asked.items():
+            if asked.finish != "length":
+                continue
+            keys = cache.keys_of(space, req_id)
+            for number in range(len(cache.members())):
+                for i in range(len(asked.prompt) // chunk):
+                    self.outcome.chunks += 1
+                    if (space, number, keys.key(i)) not in stored:
+                        self.engine.oracle.fail(
+                            "not_stored", f"chunk {i} of object group {number} of {req_id} was computed and is not there"
+                        )
 
     def _note(self) -> None:
         o, e, c = self.outcome, self.engine, self.cache

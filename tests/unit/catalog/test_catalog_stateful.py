@@ -140,13 +140,13 @@ class CatalogMachine(RuleBasedStateMachine):
     @rule(
         which=st.integers(0, len(MODELS) - 1),
         name=st.sampled_from(PREFIXES),
-        first=st.integers(0, CHUNKS - 1),
-        group=st.integers(0, 2),
+        first=st.sampled_from([0, 0, 0, 2, 5]),
+        groups=st.sampled_from([{0}, {1}, {0, 1, 2}]),
     )
-    def store(self, which, name, first, group) -> None:
+    def store(self, which, name, first, groups) -> None:
         """What engines do most: the rest of a prefix, written and published."""
         before = set(self.reserved)
-        self.reserve(which, name, first, CHUNKS, {group}, 0, False, False)
+        self.reserve(which, name, first, CHUNKS, groups, 0, False, False)
         self._commit(sorted(set(self.reserved) - before))
 
     @precondition(lambda self: self.reserved)
@@ -211,12 +211,20 @@ class CatalogMachine(RuleBasedStateMachine):
         self.expect()
 
     @rule(
-        which=st.integers(0, len(MODELS) - 1),
-        name=st.sampled_from(PREFIXES),
+        data=st.data(),
         num_tokens=st.just((CHUNKS + 1) * CHUNK) | st.integers(0, (CHUNKS + 1) * CHUNK),
         part=st.just(0.0) | st.floats(0, 1),
     )
-    def acquire(self, which, name, num_tokens, part) -> None:
+    def acquire(self, data, num_tokens, part) -> None:
+        stored = {(space, key) for space, _, key in self.committed}
+        begun = [
+            (which, name)
+            for which, space in enumerate(self.spaces)
+            for name, prefix in self.prefixes[which].items()
+            if (space.id, prefix.key(0)) in stored
+        ]
+        anything = [(which, name) for which in range(len(MODELS)) for name in PREFIXES]
+        which, name = data.draw(st.sampled_from(begun or anything))
         space, prefix = self.spaces[which], self.prefixes[which][name]
         local = int(num_tokens * part)
         rules = [group.spec.rule for group in space.groups]
