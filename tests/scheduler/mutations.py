@@ -11,7 +11,7 @@ import numpy as np
 from lmcache_shm.catalog import hits
 from lmcache_shm.catalog.hits import Window
 from lmcache_shm.transfer.guard import SlotGuard
-from lmcache_shm.vllm import book, loads, lookup, planner, requests, scheduler, stores
+from lmcache_shm.vllm import book, loads, planner, requests, scheduler, stores
 
 Enter = Callable[[ExitStack], None]
 
@@ -25,16 +25,20 @@ class Mutation:
     families: tuple[str, ...]
     steal: bool = False
     """It only shows when slots are given away under a load."""
+    drafts: bool = False
+    """It only shows with speculation."""
+    calm: bool = False
+    """It only shows when nothing else is lost."""
 
 
 MUTATIONS: dict[str, Mutation] = {}
 
 
 def mutation(
-    *caught_as: str, families: tuple[str, ...], steal: bool = False
+    *caught_as: str, families: tuple[str, ...], **only: bool
 ) -> Callable[[Enter], Enter]:
     def enter_it(enter: Enter) -> Enter:
-        MUTATIONS[enter.__name__] = Mutation(enter, caught_as, families, steal)
+        MUTATIONS[enter.__name__] = Mutation(enter, caught_as, families, **only)
         return enter
 
     return enter_it
@@ -76,7 +80,7 @@ def let_go_before_the_last_copy(patches: ExitStack) -> None:
     patches.enter_context(patch.object(planner.Batch, "open_jobs", hasty))
 
 
-@mutation("held_blocks", families=("full",))
+@mutation("held_blocks", "engine_died", "stuck", families=("full",))
 def never_let_go(patches: ExitStack) -> None:
     """Blocks of ended stores stay referenced."""
     patches.enter_context(patch.object(scheduler.SchedulerSide, "_release_blocks", lambda self: False))
@@ -132,7 +136,7 @@ def load_over_what_the_engine_has(patches: ExitStack) -> None:
 
 
 # ------------------------------------------------------------------------------------- states, drafts
-@mutation("store_source", "stored", families=("gdn", "gdn_any", "gdn_window"))
+@mutation("store_source", "stored", "engine_died", families=("gdn", "gdn_any", "gdn_window"))
 def store_a_state_from_inside_a_step(patches: ExitStack) -> None:
     """The state at the step's end is taken for the one at the last boundary in it."""
     right = stores.step_states
@@ -144,12 +148,14 @@ def store_a_state_from_inside_a_step(patches: ExitStack) -> None:
     patches.enter_context(patch.object(planner, "step_states", rounded))
 
 
-@mutation("store_source", "stored", families=("gdn", "gdn_fine", "gdn_window"))
+@mutation(
+    "store_source", "stored", "engine_died", families=("gdn", "gdn_fine", "gdn_window"), drafts=True
+)
 def trust_the_table_while_drafting(patches: ExitStack) -> None:
     """A state is read from its positional place although speculative columns are in use."""
 
     def trusting(state: Any, start: int, n: int, *, drafts: bool) -> list[int]:
-        return [start + n, start + n - 1, start + 1]
+        return [start + n]
 
     patches.enter_context(patch.object(planner, "exact_ends", trusting))
 
@@ -161,7 +167,7 @@ def ignore_the_generation(patches: ExitStack) -> None:
     patches.enter_context(patch.object(SlotGuard, "changed_hands", lambda self, item, kind: ""))
 
 
-@mutation("stored", "load", "read", families=("full_tp2", "windows_tp2"))
+@mutation("changed_hands", "stored", "load", "read", families=("full_tp2", "windows_tp2"))
 def commit_before_the_last_rank(patches: ExitStack) -> None:
     """One rank's report publishes the slots of all."""
     right = scheduler.SchedulerSide._current
@@ -236,7 +242,7 @@ def a_window_one_page_too_short(patches: ExitStack) -> None:
     patches.enter_context(patch.object(hits, "_first_needed", short))
 
 
-@mutation("invented", families=("gdn", "gdn_any", "mamba2"))
+@mutation("invented", "missed", families=("gdn", "gdn_any", "mamba2"))
 def apply_the_hit_of_attention_to_states(patches: ExitStack) -> None:
     """Recurrent groups are not asked whether they have the state."""
     right = hits._has
@@ -249,7 +255,7 @@ def apply_the_hit_of_attention_to_states(patches: ExitStack) -> None:
     patches.enter_context(patch.object(hits, "_has", careless))
 
 
-@mutation("missed", families=("full", "gdn"))
+@mutation("not_stored", families=("full", "gdn"), calm=True)
 def forget_to_store_the_last_chunk(patches: ExitStack) -> None:
     """The writer stops one chunk early: nothing wrong is served, but what could be found is not there."""
     right = requests.RequestState.advance
@@ -278,5 +284,3 @@ def offer_again_after_a_failed_load(patches: ExitStack) -> None:
 
     patches.enter_context(patch.object(scheduler.SchedulerSide, "matched_tokens", forgetful))
 
-
-_ = lookup

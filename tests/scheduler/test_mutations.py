@@ -21,14 +21,21 @@ def draw(seed: int, name: str) -> Workload:
     mutation = MUTATIONS[name]
     drawn = workload.make(seed, mutation.families[seed % len(mutation.families)])
     rng = random.Random(f"{name} {seed}")
-    steal = 0.3 if mutation.steal else 0.0
+    chances = Chances(0.2, 0.01, 0.03, 0.3 if mutation.steal else 0.0, 0.02, 0.0)
+    pace = Pace(8, 0.5, rng.choice([0, 0.3]), rng.choice([0, 0.3]))
+    setup = drawn.setup
+    if mutation.calm:
+        chances, pace = Chances(0.2, 0.01, 0, 0, 0, 0), Pace(8, 0.5)
+    if mutation.drafts:
+        setup = replace(setup, asynchronous=False, drafts=rng.choice([1, 3]))
     return replace(
         drawn,
+        setup=setup,
         arena_bytes=2 * workload.MIB,
         requests=10,
         lives=2,
-        pace=Pace(wait=8, go=0.5, fail_loads=rng.choice([0, 0.3]), fail_stores=rng.choice([0, 0.3])),
-        chances=Chances(arrive=0.2, abort=0.01, evict=0.03, steal=steal, reset=0.02, clear=0.0),
+        pace=pace,
+        chances=chances,
         salts=(None, "a"),
         adapters=(None,),
         bases=drawn.bases[:2],

@@ -35,6 +35,7 @@ from .resolved import BLOCKS, CASES
 ROOT = Path(__file__).parents[3]
 SLOT = 4 << 20
 FILL = 0xEE
+_CONTENT: dict[tuple[str, int, int], np.ndarray] = {}  # the oracle's answers, once per case
 SLOTS = 3  # of the arena; the middle ones are used, the last stays as it is
 
 
@@ -64,6 +65,7 @@ class Model:
     def __init__(self, folder: Path, name: str) -> None:
         error = folder / f"{name}.error"
         assert not error.exists(), error.read_text()
+        self.name = name
         told = pickle.loads((folder / f"{name}.pickle").read_bytes())
         self.kv: Any = told["config"]
         self.kernel_blocks: list[int] = told["kernel_blocks"]
@@ -95,10 +97,13 @@ class Model:
 
     def content(self, group: int, block: int) -> np.ndarray:
         """Oracle: offsets of the bytes that writing the block in every layer's tensor changes."""
-        caches = self.allocate()
-        for layer in self.kv.kv_cache_groups[group].layer_names:
-            block_of(caches[layer], block).fill_(255)
-        return np.flatnonzero(storage(caches))
+        key = (self.name, group, block)
+        if key not in _CONTENT:
+            caches = self.allocate()
+            for layer in self.kv.kv_cache_groups[group].layer_names:
+                block_of(caches[layer], block).fill_(255)
+            _CONTENT[key] = np.flatnonzero(storage(caches)).astype(np.int32)
+        return _CONTENT[key]
 
     def index_layers(self) -> list[str]:
         return [name for name, backend in self.backends.items() if "INDEXER" in backend]
@@ -176,11 +181,11 @@ def trip(model: Model) -> Iterator[Trip]:
 
 # ------------------------------------------------------------------------- what vLLM makes of them
 FORMATS = {  # content bytes of a block by layer: how many layers have it
-    "glm5": (64, {64 * 576 * 2: 4, 64 * 132: 4}),
-    "glm5_shared_index": (64, {64 * 576 * 2: 4, 64 * 132: 2}),
-    "glm5_fp8": (64, {64 * 656: 4, 64 * 132: 4}),
-    "minimax_m3": (128, {128 * 4 * 256 * 2: 4, 128 * 128 * 2: 2}),
-    "minimax_m3_mixed": (128, {128 * 4 * 256 * 2: 2, 128 * 4 * 256: 2, 128 * 128 * 2: 2}),
+    "glm5": (64, {64 * 576 * 2: 3, 64 * 132: 3}),
+    "glm5_shared_index": (64, {64 * 576 * 2: 3, 64 * 132: 2}),
+    "glm5_fp8": (64, {64 * 656: 3, 64 * 132: 3}),
+    "minimax_m3": (128, {128 * 4 * 256 * 2: 3, 128 * 128 * 2: 2}),
+    "minimax_m3_mixed": (128, {128 * 4 * 256 * 2: 1, 128 * 4 * 256: 2, 128 * 128 * 2: 2}),
 }
 
 
@@ -204,7 +209,10 @@ def test_the_oracle_sees_what_the_spec_promises(model: Model) -> None:
         promised = content_bytes(model.kv.kv_cache_groups[group.index].kv_cache_spec, group.layers)
         blocks = [model.content(group.index, block) for block in range(BLOCKS)]
         assert {len(content) for content in blocks} == {promised}
-        assert len(np.unique(np.concatenate(blocks))) == BLOCKS * promised
+        seen = np.zeros(len(model.memory), dtype=np.uint8)
+        for content in blocks:
+            seen[content] += 1
+        assert seen.max() == 1
         placed = [
             np.arange(size) + tensor.offset + i * tensor.layer_stride + 7 * tensor.block_stride
             for tensor in model.kv.kv_cache_tensors
