@@ -229,7 +229,7 @@ def pretend_a_hit(patches: ExitStack) -> None:
     patches.enter_context(patch.object(scheduler, "look_up", boastful))
 
 
-@mutation("invented", "missed", families=("windows", "deepseek_v4", "windows_tp2"))
+@mutation("invented", "missed", "load", "read", families=("windows", "deepseek_v4", "windows_tp2"))
 def a_window_one_page_too_short(patches: ExitStack) -> None:
     """Hits ask for less than the window."""
     right = hits._first_needed

@@ -160,9 +160,9 @@ class Workers:
         cached = out.scheduled_cached_reqs
         for i, req_id in enumerate(cached.req_ids):
             request, blocks = self.requests[req_id], cached.new_block_ids[i]
-            if req_id in cached.all_token_ids:
-                request.stream.reset(cached.all_token_ids[req_id])
             if req_id in cached.resumed_req_ids:
+                # What the scheduler did not take (a dropped output) has not happened.
+                request.stream.reset(cached.all_token_ids[req_id])
                 assert blocks is not None
                 request.tables = [list(ids) for ids in blocks]
                 request.computed = cached.num_computed_tokens[i]

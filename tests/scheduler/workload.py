@@ -25,6 +25,7 @@ class Chances:
     steal: float
     reset: float
     clear: float
+    forget: float = 0.0
 
 
 @dataclass
@@ -79,7 +80,7 @@ def make(seed: int, family: str | None = None) -> Workload:
     kind = FAMILIES[family or rng.choice(list(FAMILIES))]
     chunk = rng.choice(kind.chunks)
     asynchronous = rng.random() < 0.4
-    drafts = rng.choice([0, 0, 1, 3]) if kind.drafts and not asynchronous else 0
+    drafts = rng.choice([0, 0, 1, 3]) if kind.drafts else 0
     setup = Setup(
         kind,
         chunk,
@@ -107,6 +108,7 @@ def make(seed: int, family: str | None = None) -> Workload:
         steal=0 if calm else rng.choice([0, 0, 0.02]),
         reset=0 if calm else rng.choice([0, 0.01]),
         clear=0 if calm else rng.choice([0, 0, 0.01]),
+        forget=rng.choice([0, 0.05, 0.3]),
     )
     bases = [
         [rng.randrange(VOCAB) for _ in range(rng.randrange(1, setup.max_len - 8))]
@@ -239,6 +241,8 @@ class Run:
             self.outcome.evictions += self.server.evict(list(self.cache.stored().values()))
         if rng.random() < chances.steal and (rows := list(self.cache.stored().values())):
             self._steal(rng.choice(rows))
+        if rng.random() < chances.forget:
+            self._forget()
         if rng.random() < chances.reset:
             self._reset()
         if rng.random() < chances.clear:
@@ -252,7 +256,7 @@ class Run:
         room = longest - len(prompt)
         req_id = self.engine.add(
             prompt,
-            rng.randint(1, min(room, rng.choice([1, 4, 40]))),
+            rng.randint(1, min(room, rng.choice([1, 4, 40, 120]))),
             rng.choice(w.salts),
             rng.choice(w.adapters),
             priority=rng.randrange(3) if w.setup.policy == "priority" else 0,
@@ -295,6 +299,13 @@ class Run:
         self.engine.oracle.note(f"reset_prefix_cache running={running} external={external}")
         done = scheduler.reset_prefix_cache(running, external)
         self.outcome.resets += done
+
+    def _forget(self) -> None:
+        """The engine loses part of its own prefix cache, as if others had needed the blocks."""
+        pool = self.engine.oracle.pool
+        cached = [b.block_id for b in pool.blocks if b.ref_cnt == 0 and b.block_hash is not None]
+        if cached:
+            pool.evict_blocks(set(self.rng.sample(cached, self.rng.randint(1, len(cached)))))
 
     def _clear(self) -> None:
         """Somebody empties the cache with the command line."""

@@ -20,6 +20,7 @@ from typing import Any
 
 BLOCKS = 12
 
+# Published values: the defaults of transformers' GlmMoeDsaConfig.
 GLM5 = {
     "architectures": ["GlmMoeDsaForCausalLM"], "model_type": "glm_moe_dsa",
     "vocab_size": 512, "hidden_size": 256, "intermediate_size": 128, "moe_intermediate_size": 64,
@@ -36,7 +37,8 @@ GLM5 = {
 # GLM 5.2: some layers take over the choice of the layer before them and have no indexer ("S").
 GLM5_SHARED = GLM5 | {"index_topk_pattern": "FSF"}
 
-# MiniMax-M3: the first layer dense (of three, published 3 of 60), the rest sparse, with an index lane each.
+# vllm/transformers_utils/configs/minimax_m3.py has the published values. The first layers (one
+# here, three of 60 there) are dense, the rest sparse with an index lane each.
 MINIMAX_M3 = {
     "architectures": ["MiniMaxM3SparseForConditionalGeneration"], "model_type": "minimax_m3_vl",
     "text_config": {
@@ -84,7 +86,7 @@ def resolved(model: Path, args: list[str]) -> dict[str, Any]:
     from lmcache_shm.vllm import resolve
 
     indexer.has_deep_gemm = lambda: True  # a kernel library; nothing is run
-    blocks = ["--num-gpu-blocks-override", str(BLOCKS), "--max-model-len", "1024"]
+    blocks = ["--num-gpu-blocks-override", str(BLOCKS), "--max-model-len", "512"]
     config = resolve.engine_config(str(model), [*args, *blocks, "--skip-tokenizer-init"])
     torch.accelerator.empty_cache = lambda: None
     init_workspace_manager(torch.device("meta"))  # as the model runner does before it loads

@@ -211,10 +211,12 @@ def rig_of(*specs: Any, chunk: int = 128, slots: int = 64, **options: Any) -> It
     plan = make_plan(groups_of(*specs), chunk_size=chunk)
     name = f"test-{os.getpid()}-vllm{next(_numbers)}"
     arena = segment.create(name, slots * SLOT, chunk_size=chunk, slab_bytes=16 * SLOT)
-    rig = Rig(arena, plan, **options)
+    rig = None
     try:
+        rig = Rig(arena, plan, **options)
         yield rig
     finally:
-        rig.side.settler.close()
+        if rig is not None:
+            rig.side.settler.close()
         arena.unlink()
         arena.close()

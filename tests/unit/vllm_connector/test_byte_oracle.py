@@ -1,7 +1,7 @@
 """Families that no CPU can run, in the layouts that vLLM gives them: every byte comes back, or no.
 
-The KVCacheConfigs are those of the models' own vLLM code (see ``resolved.py``); the tensors come from
-the worker's ``allocate_kv_cache``. The oracle is vLLM's too: the bytes of a block are those that
+The KVCacheConfigs are those of the models' own vLLM code (see ``resolved.py``); the tensors come
+from the worker's ``allocate_kv_cache``. The oracle is vLLM's too: the bytes of a block are those that
 change when block b of every layer's tensor is written.
 """
 
@@ -130,7 +130,7 @@ Trip = Callable[..., bool]
 
 @pytest.fixture
 def trip(model: Model) -> Iterator[Trip]:
-    """Store chunks of an object group, wipe, load into other blocks; True if all bytes are exact."""
+    """Store chunks of an object group, wipe, load into other blocks; True if all is exact."""
     engines: list[CpuEngine] = []
 
     def go(layout: RankLayout, group: int = 0, *, adjacent: bool = False) -> bool:
@@ -191,7 +191,7 @@ FORMATS = {  # content bytes of a block by layer: how many layers have it
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_layouts_are_those_of_the_models(name: str, folder: Path) -> None:
-    """One group of different formats, the index lane among them; else the cases prove too little."""
+    """One group of different formats, the index lane among them; or the cases prove little."""
     model = Model(folder, name)
     block, pages = FORMATS[name]
 
@@ -204,7 +204,7 @@ def test_the_layouts_are_those_of_the_models(name: str, folder: Path) -> None:
 
 
 def test_the_oracle_sees_what_the_spec_promises(model: Model) -> None:
-    """Blocks are disjoint in memory, and each holds the bytes of all layers' pages by the placement."""
+    """Blocks are disjoint, and each holds the bytes of all layers' pages by the placement."""
     for group in model.groups:
         promised = content_bytes(model.kv.kv_cache_groups[group.index].kv_cache_spec, group.layers)
         blocks = [model.content(group.index, block) for block in range(BLOCKS)]
@@ -233,7 +233,7 @@ def test_every_content_byte_survives_and_nothing_else_is_touched(
         assert trip(layout, group, adjacent=adjacent)
 
 
-# ---------------------------------------------------------------------------------- negative controls
+# ------------------------------------------------------------------------------ negative controls
 def test_a_layer_that_is_not_registered_is_refused(model: Model) -> None:
     """Each in turn, the index lanes among them."""
     whole = model.caches
