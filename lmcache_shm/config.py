@@ -184,7 +184,7 @@ class Config:
     )  # fmt: skip
     checksum: str = _option(
         "off", "", "Checksums of slot contents: off, store (made at commit), verify (also "
-        "compared at each load).", one_of("off", "store", "verify"), "server",
+        "compared at each load, and by a scrub while the server is idle).", one_of("off", "store", "verify"), "server",
     )  # fmt: skip
     prefault_threads: int = _option(
         2, "threads", "Threads that touch the arena's pages after the start; 0: none.",

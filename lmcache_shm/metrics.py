@@ -71,6 +71,14 @@ COUNTERS = {
     "malformed_frames": ("malformed_frames", "Connections closed for sending what is no message"),
     "refused_uid": ("refused_peers", "Connections of other users turned away"),
     "denied": ("denied_requests", "Requests answered with an error"),
+    "scrubbed_slots": (
+        "scrubbed_slots",
+        "Slots whose content the background scrub compared with its checksums",
+    ),
+    "scrub_mismatches": (
+        "scrub_mismatched_slots",
+        "Slots that the scrub dropped because their content did not fit its checksums",
+    ),
 }
 GROUP_LABELS = ("namespace", "model", "group", "kind")
 

@@ -75,6 +75,7 @@ PANELS: list[tuple[str, str, str, list[tuple[str, str]]]] = [
     ("Loads and requests refused", "short", "timeseries", [
         (f"sum({rate('failed_loads')})", "failed loads"), (f"sum({rate('collisions')})", "identity differs"),
         (f"sum({rate('denied_requests')})", "denied requests"),
+        (f"sum({rate('scrub_mismatched_slots')})", "damaged slots"),
     ]),
     ("Restarts, memory of the server", "short", "timeseries", [
         (f"sum({P}restarts_total{BY})", "restarts"), (f"sum({P}process_resident_memory_bytes{BY})", "resident bytes"),

@@ -71,7 +71,8 @@ HOT_DTYPE = np.dtype(
 )
 # key, parent, extra_digest: 16 bytes as two u8 words. token_bytes: length of the encoded token ids in the
 # slot. chunk: number in its prefix. Then the place, which belongs to the extent: slab (its first), offset and
-# slot_bytes in the data segment. seal: check word of a committed row (see seal()).
+# slot_bytes in the data segment. seal: check word of a committed row (see seal()). checks: of a committed
+# row, the number of the layout by which checksums of its content were written, 0: none were.
 COLD_DTYPE = np.dtype(
     [
         ("key", "<u8", (2,)),
@@ -85,7 +86,7 @@ COLD_DTYPE = np.dtype(
         ("slot_bytes", "<u8"),
         ("seal", "<u8"),
         ("slab", "<u4"),
-        ("spare", "<u4"),
+        ("checks", "<u4"),
     ]
 )
 # A slab of an extent. slots, extent_slabs: of the whole extent, the same in each of its slabs.

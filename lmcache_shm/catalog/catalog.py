@@ -133,8 +133,11 @@ class Catalog:
         entries = Entries.of(keys, parents, chunks, token_lens, digests, salts, client, now)
         return self._reserver.reserve(space, groups, entries)
 
-    def commit(self, rows: AnyRows) -> int:
-        """Publish reserved rows; those cleared meanwhile become FREE. Returns how many were published."""
+    def commit(self, rows: AnyRows, checks: Sequence[int] = ()) -> int:
+        """Publish reserved rows; those cleared meanwhile become FREE. Returns how many were published.
+
+        `checks`: for each group the number of the layout of its checksums; (): none were written.
+        """
         slots = self._slots
         rows = self._pending(rows)
         dropped = slots.is_dropped(rows)
@@ -144,6 +147,7 @@ class Catalog:
             rows = rows[~dropped]
         hot, cold = self.arena.hot, self.arena.cold
         cold["seal"][rows] = seal(hot, cold, rows)
+        cold["checks"][rows] = np.array(checks, np.uint32)[hot["group"][rows]] if len(checks) else 0
         hot["client"][rows] = -1
         hot["state"][rows] = SlotState.COMMITTED
         for group, mine in slots.owners(rows):
@@ -219,6 +223,18 @@ class Catalog:
         slots.counters["cleared_slots"] += int(committed.sum())
         slots.changes += 1
         return int(committed.sum())
+
+    def discard(self, rows: AnyRows) -> int:
+        """Committed rows with damaged content: found no more, and freed now or at their last release; how many."""
+        slots = self._slots
+        rows = slots.in_state(_rows(rows), SlotState.COMMITTED)
+        rows = rows[~slots.is_dropped(rows)]
+        pinned = slots.pins[rows] > 0
+        slots.forget(rows[pinned])
+        slots.flags[rows[pinned]] |= FLAG_DROP
+        slots.evict(rows[~pinned])
+        slots.changes += 1
+        return len(rows)
 
     def _empty(self, space: Namespace) -> None:
         rows = np.concatenate([group.index.all_rows() for group in space.groups])

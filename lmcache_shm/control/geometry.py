@@ -11,8 +11,12 @@ Ranks that hold the same bytes (`replicas` neighbours) share a region.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import xxhash
+
 ALIGN = 64
 CHECKSUM_BYTES = 8
+Checked = tuple[int, int, int]
+"""A region with a checksum: its offset in the slot, its bytes, the offset of its checksum."""
 
 
 @dataclass(frozen=True)
@@ -23,6 +27,12 @@ class SlotGeometry:
     region_offsets: list[int]  # by rank
     checksum_offset: int
     token_offset: int
+    checked: list[Checked]  # one for each region that holds bytes
+
+
+def checks_number(checked: Sequence[Checked]) -> int:
+    """Says in 32 bits which bytes of a slot its checksums cover; never 0."""
+    return xxhash.xxh3_64_intdigest(repr([tuple(c) for c in checked]).encode()) & 0xFFFFFFFF or 1
 
 
 def token_area(chunk_size: int) -> int:
@@ -48,4 +58,9 @@ def slot_geometry(region_bytes: Sequence[int], replicas: int, chunk_size: int) -
         at += -(-nbytes // ALIGN) * ALIGN
     checksums = at
     tokens = checksums + CHECKSUM_BYTES * len(region_bytes)
-    return SlotGeometry(tokens + token_area(chunk_size), offsets, checksums, tokens)
+    checked = [
+        (offsets[rank], nbytes, checksums + CHECKSUM_BYTES * rank)
+        for rank, nbytes in enumerate(region_bytes)
+        if nbytes and rank % replicas == 0  # the first of the replicas writes
+    ]
+    return SlotGeometry(tokens + token_area(chunk_size), offsets, checksums, tokens, checked)

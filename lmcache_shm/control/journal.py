@@ -20,10 +20,10 @@ class Journal:
         self._second = 0
         self._told = 0
 
-    def tell(self, text: str) -> None:
+    def tell(self, text: str, level: int = logging.INFO) -> None:
         if self.may_tell():
             self.events.append((time.time(), text))
-            log.info("%s", text)
+            log.log(level, "%s", text)
 
     def may_tell(self) -> bool:
         """Whether one more event fits into this second."""

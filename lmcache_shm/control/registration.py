@@ -8,7 +8,7 @@ from lmcache_shm.arena.layout import SlotState
 from lmcache_shm.catalog.catalog import GroupSpec
 from lmcache_shm.catalog.hits import ChunkedLocal, Full, Recurrent, Rule, Window
 from lmcache_shm.control.engines import MAX_GROUPS, Engine
-from lmcache_shm.control.geometry import SlotGeometry, slot_geometry, token_area
+from lmcache_shm.control.geometry import SlotGeometry, checks_number, slot_geometry, token_area
 from lmcache_shm.control.messages import GroupInfo, Register, Registered
 from lmcache_shm.control.session import Denied, Session
 
@@ -50,6 +50,11 @@ def register(service: "Service", session: Session, request: Register) -> Registe
     session.client = engine.index
     session.groups = len(request.groups)
     session.token_area = token_area(request.chunk_size)
+    if service.config.checksum != "off":
+        session.checks = [checks_number(slot.checked) for slot in slots]
+    if service.scrub is not None:
+        for slot in slots:
+            service.scrub.learn(slot.checked)
     service.note(
         f"engine {engine.engine_id} registered ({request.name or 'model'}, {engine.world} "
         f"workers, {len(slots)} object groups, chunks of {request.chunk_size} tokens)"
@@ -107,6 +112,7 @@ def _spec(info: GroupInfo, slot: SlotGeometry, model: str) -> GroupSpec:
         "layers": info.layers,
         "block_sizes": info.block_sizes,
         "parts": info.parts,
+        "checked": slot.checked,  # kept with the namespace: a later server's scrub needs it
     }
     return GroupSpec(info.name, _rule(info), slot.slot_bytes, shown)
 

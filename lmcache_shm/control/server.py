@@ -258,6 +258,12 @@ class Server:
             fd = max(self._peers, key=lambda fd: len(self._peers[fd][0].outbox))
             self._drop(fd, "left too much of its answers lying")
         self.service.tick(now)
+        if self.service.scrub is not None and self._stop_at is None:
+            self.service.scrub.run(self._idle)
+
+    def _idle(self) -> bool:
+        """Nobody waits for an answer."""
+        return not self._ready and not self._epoll.poll(0, 1)
 
     def _close(self) -> None:
         for fd in list(self._peers):

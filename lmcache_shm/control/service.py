@@ -22,6 +22,7 @@ from lmcache_shm.control.histogram import Histogram
 from lmcache_shm.control.journal import Journal
 from lmcache_shm.control.processes import Process
 from lmcache_shm.control.registration import register
+from lmcache_shm.control.scrub import Scrub
 from lmcache_shm.control.session import Denied, Rows, Session
 from lmcache_shm.control.snapshot import TickClock, snapshot
 
@@ -56,6 +57,8 @@ class Service:
         self.clock = TickClock(catalog.tick, self.started)
         self.journal = Journal()
         self.events = self.journal.events
+        verify = config.checksum == "verify"
+        self.scrub = Scrub(arena, catalog, self.counters, self.journal) if verify else None
         self.pinned = 0
         self._numbers = 0
         self._verbs: dict[type[m.Message], Callable[[Session, Any], m.Message]] = {
@@ -223,7 +226,7 @@ class Service:
         for lease in request.release:
             self._unpin(session, lease)
         if len(commit):
-            self.catalog.commit(commit)
+            self.catalog.commit(commit, session.checks)
             session.reserved.difference_update(commit.tolist())
         if len(abort):
             self._abort(session, abort)

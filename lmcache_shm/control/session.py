@@ -38,6 +38,8 @@ class Session:
         self.client = -1
         self.groups = 0
         self.token_area = 0
+        self.checks: list[int] = []
+        """By group, the layout of the checksums that its workers write; [] when they write none."""
         self.leases: dict[int, list[Rows]] = {}
         self.reserved: set[int] = set()
         """Rows reserved on this connection, neither committed nor aborted yet."""

@@ -14,7 +14,10 @@ if TYPE_CHECKING:
 
 
 # Counters of the service, there from the start (a metric that appears late looks like a gap).
-COUNTED = ("connections", "malformed_frames", "refused_uid", "refused_limit", "denied", "failures")
+COUNTED = (
+    "connections", "malformed_frames", "refused_uid", "refused_limit", "denied", "failures",
+    "scrubbed_slots", "scrub_mismatches",
+)  # fmt: skip
 # What clients report that is no miss: counter's name → their words for it.
 NO_MISS = {
     "loads_failed": ("load_failed",),

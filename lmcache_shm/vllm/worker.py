@@ -201,7 +201,10 @@ class WorkerSide:
         if at < 0 or not runs:
             return None
         writer = self.rank - self.rank % self.replicas
-        checked = place.checksum == "verify" or (place.checksum == "store" and kind == "store")
+        if kind == "store":
+            checked = place.checksum != "off"
+        else:  # a slot may have been committed under an earlier server, without checksums
+            checked = place.checksum == "verify" and bool(mount.arena.cold["checks"][slot.row])
         return CopyItem(
             row=slot.row,
             offset=slot.offset + place.region_offsets[slot.group][self.rank],

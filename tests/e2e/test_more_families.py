@@ -88,8 +88,9 @@ def test_answers_from_the_arena_are_right(bench: Bench) -> None:
 
 def page_bytes(table: Table, row: int, size: int, computed: list[list[int]]) -> int:
     """Where in a slot the pages end: in front of the token ids of a chunk of one of these sequences."""
-    chunk = int(table.cold["chunk"][row])
+    start = int(table.cold["chunk"][row]) * size
     payload = table.payload(row).tobytes()
-    ends = [payload.rfind(msgpack_ids(ids[chunk * size : (chunk + 1) * size])) for ids in computed]
-    assert max(ends) > 0
-    return max(ends)
+    holders = [ids[start : start + size] for ids in computed if len(ids) >= start + size]
+    end = max(payload.rfind(msgpack_ids(ids)) for ids in holders)
+    assert end > 0
+    return end

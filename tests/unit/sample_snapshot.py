@@ -22,6 +22,7 @@ SNAPSHOT: dict[str, Any] = {
         "hit_tokens": 1_817_600, "query_tokens": 2_190_000, "collisions": 0, "loads_failed": 0,
         "clears": 1, "bytes_committed": 41 << 30, "bytes_acquired": 212 << 30, "malformed_frames": 0,
         "connections": 9, "refused_uid": 0, "tokens_committed": 610_000,
+        "scrubbed_slots": 812, "scrub_mismatches": 0,
     },
     "misses": {
         "never_seen": 1310, "evicted": 402, "other_namespace": 31, "incomplete_group": 12,
