@@ -47,7 +47,12 @@ class Parking:
         return blocks - sum(p.held for p in here) >= max(p.need for p in here)
 
     def enter(
-        self, req_id: str, num_tokens: int, total_tokens: int, tables: Sequence[Sequence[int]], null: int
+        self,
+        req_id: str,
+        num_tokens: int,
+        total_tokens: int,
+        tables: Sequence[Sequence[int]],
+        null: int,
     ) -> None:
         """vLLM has allocated the blocks of a load."""
         held = sum(block != null for table in tables for block in table)

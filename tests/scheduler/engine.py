@@ -43,11 +43,7 @@ class Engine:
     """An engine. `cache`, if any, brings the connectors (see cache.py); without it vLLM runs alone."""
 
     def __init__(
-        self,
-        setup: Setup,
-        rng: random.Random,
-        cache: Any = None,
-        engine_id: str = "engine",
+        self, setup: Setup, rng: random.Random, cache: Any = None, engine_id: str = "engine"
     ) -> None:
         self.setup = setup
         self.rng = rng
@@ -60,7 +56,9 @@ class Engine:
         self._ids = 0
         self._cache = cache
         self.scheduler: Any = None
-        self.config = families.vllm_config(setup, engine_id if cache else None, cache.options(setup) if cache else {})
+        self.config = families.vllm_config(
+            setup, engine_id if cache else None, cache.options(setup) if cache else {}
+        )
         worker_configs, self.kv_config, block = families.kv_cache_configs(setup, self.config)
         self.workers = Workers(
             worker_configs,
@@ -118,8 +116,8 @@ class Engine:
         return req_id
 
     def abort(self, req_id: str) -> None:
-        status = self.request(req_id).status if self.request(req_id) else "gone"
-        self.oracle.note(f"abort {req_id} ({status})")
+        request = self.request(req_id)
+        self.oracle.note(f"abort {req_id} ({request.status if request else 'gone'})")
         self.scheduler.finish_requests(req_id, RequestStatus.FINISHED_ABORTED)
         if not self.asked[req_id].finish:
             self.asked[req_id].finish = "abort"
@@ -139,7 +137,9 @@ class Engine:
     def schedule(self) -> Step:
         self.schedules += 1
         output = self.scheduler.schedule()
-        step = Step(self.schedules, output, self.oracle.generation.copy(), self.oracle.take_handed_out())
+        step = Step(
+            self.schedules, output, self.oracle.generation.copy(), self.oracle.take_handed_out()
+        )
         new = {r.req_id: r.num_computed_tokens for r in output.scheduled_new_reqs}
         resumed = output.scheduled_cached_reqs.resumed_req_ids
         self.oracle.note(
@@ -199,7 +199,11 @@ class Engine:
         return True
 
     def run(
-        self, between: Callable[[], None] = lambda: None, limit: int = 5000, *, idle_too: bool = True
+        self,
+        between: Callable[[], None] = lambda: None,
+        limit: int = 5000,
+        *,
+        idle_too: bool = True,
     ) -> None:
         """Until every request has ended; `idle_too`: and until the engine has nothing left to do at all."""
         idle = 0
@@ -255,5 +259,6 @@ class Engine:
             wanted = generate(asked.identity, asked.prompt, len(asked.output))
             if asked.output != wanted or asked.finish == "error":
                 self.oracle.fail(
-                    "output", f"{output.request_id} ended as {asked.finish}: {asked.output}, not {wanted}"
+                    "output",
+                    f"{output.request_id} ended as {asked.finish}: {asked.output}, not {wanted}",
                 )

@@ -266,16 +266,14 @@ def vllm_config(setup: Setup, engine_id: str | None, extra: Mapping[str, Any]) -
     )
     return fork(
         base,
-        cache_config=fork(
-            base.cache_config,
-            kv_cache_layout=family.layout,
-            **family.cache,
-        ),
+        cache_config=fork(base.cache_config, kv_cache_layout=family.layout, **family.cache),
         model_config=fork(base.model_config, max_model_len=setup.max_len),
         scheduler_config=fork(
             scheduler,
             max_num_batched_tokens=setup.step,
-            max_num_scheduled_tokens=setup.step - spare if scheduler.max_num_scheduled_tokens else None,
+            max_num_scheduled_tokens=setup.step - spare
+            if scheduler.max_num_scheduled_tokens
+            else None,
             # vLLM turns it off on CPU; the scheduler that GPUs get is tested here all the same.
             async_scheduling=setup.asynchronous,
             max_num_seqs=setup.max_seqs,
@@ -294,17 +292,21 @@ def kv_cache_configs(
     specs = dict(setup.family.specs())
     if setup.drafts and setup.family.recurrent:
         specs = {
-            name: state(s.block_size, s.state_content_size_bytes, s.page_size_bytes, drafts=setup.drafts)
+            name: state(
+                s.block_size, s.state_content_size_bytes, s.page_size_bytes, drafts=setup.drafts
+            )
             if isinstance(s, MambaSpec)
             else s
             for name, s in specs.items()
         }
     world = setup.family.world
     groups = kcu.get_kv_cache_groups(config, dict(specs))
-    per_block = kcu._pool_bytes_per_block(config, groups)  # noqa: SLF001
-    one = -(-kcu._max_memory_usage_bytes_from_groups(config, groups) // per_block)  # noqa: SLF001
+    per_block = kcu._pool_bytes_per_block(config, groups)
+    one = -(-kcu._max_memory_usage_bytes_from_groups(config, groups) // per_block)
     config.cache_config.num_gpu_blocks_override = 1 + int(one * setup.room)
-    workers = kcu.get_kv_cache_configs(config, [dict(specs) for _ in range(world)], [1 << 30] * world)
+    workers = kcu.get_kv_cache_configs(
+        config, [dict(specs) for _ in range(world)], [1 << 30] * world
+    )
     for worker in workers:
         worker.kv_cache_layout = setup.family.layout
     whole = kcu.generate_scheduler_kv_cache_config(workers)

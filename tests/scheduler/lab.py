@@ -2,13 +2,14 @@
 
 import random
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Self
 
 from tests.scheduler.cache import Cache
-from tests.scheduler.content import VOCAB, Stream
+from tests.scheduler.content import VOCAB
 from tests.scheduler.engine import Asked, Engine
 from tests.scheduler.families import FAMILIES, Setup
 from tests.scheduler.late import Pace
+from tests.scheduler.prefixes import Known
 from tests.scheduler.server import CacheServer
 
 MIB = 1 << 20
@@ -33,7 +34,7 @@ class Lab:
         server: CacheServer | None = None,
         engine_id: str = "engine",
         own_threads: bool = False,
-        known: dict[bytes, tuple[Stream, int]] | None = None,
+        known: Known | None = None,
         **setup: Any,
     ) -> None:
         kind = FAMILIES[family]
@@ -53,10 +54,10 @@ class Lab:
                 self.server.close()
             raise
 
-    def __enter__(self) -> "Lab":
+    def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
         try:
             if kind is None:
                 self.release()

@@ -132,7 +132,9 @@ class LateEngine:
         if not pending.todo:
             self.pending.remove(pending)
             job = pending.job
-            self._done.append(JobResult(job.id, job.kind, not pending.fail, pending.fail, pending.nbytes))
+            self._done.append(
+                JobResult(job.id, job.kind, not pending.fail, pending.fail, pending.nbytes)
+            )
 
     def _copy(self, job: CopyJob, item: CopyItem) -> JobResult:
         self._real.submit(replace(job, items=[item]))

@@ -34,9 +34,7 @@ class Mutation:
 MUTATIONS: dict[str, Mutation] = {}
 
 
-def mutation(
-    *caught_as: str, families: tuple[str, ...], **only: bool
-) -> Callable[[Enter], Enter]:
+def mutation(*caught_as: str, families: tuple[str, ...], **only: bool) -> Callable[[Enter], Enter]:
     def enter_it(enter: Enter) -> Enter:
         MUTATIONS[enter.__name__] = Mutation(enter, caught_as, families, **only)
         return enter
@@ -83,7 +81,9 @@ def let_go_before_the_last_copy(patches: ExitStack) -> None:
 @mutation("held_blocks", "engine_died", "stuck", families=("full",))
 def never_let_go(patches: ExitStack) -> None:
     """Blocks of ended stores stay referenced."""
-    patches.enter_context(patch.object(scheduler.SchedulerSide, "_release_blocks", lambda self: False))
+    patches.enter_context(
+        patch.object(scheduler.SchedulerSide, "_release_blocks", lambda self: False)
+    )
 
 
 @mutation("null_block", "store_source", families=("windows", "local"))
@@ -129,8 +129,18 @@ def load_over_what_the_engine_has(patches: ExitStack) -> None:
     """The blocks of the local prefix are written again."""
     right = scheduler.plan_load
 
-    def greedy(plan: Any, first: Any, held: int, local: int, total: int, tables: Any, null: int = 0) -> Any:
-        return right(plan, first, held, max(0, local - plan.groups[0].parts[0].group.block_size), total, tables, null)
+    def greedy(
+        plan: Any, first: Any, held: int, local: int, total: int, tables: Any, null: int = 0
+    ) -> Any:
+        return right(
+            plan,
+            first,
+            held,
+            max(0, local - plan.groups[0].parts[0].group.block_size),
+            total,
+            tables,
+            null,
+        )
 
     patches.enter_context(patch.object(scheduler, "plan_load", greedy))
 
@@ -283,4 +293,3 @@ def offer_again_after_a_failed_load(patches: ExitStack) -> None:
         return right(self, request, local)
 
     patches.enter_context(patch.object(scheduler.SchedulerSide, "matched_tokens", forgetful))
-

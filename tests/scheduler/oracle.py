@@ -2,7 +2,7 @@
 
 from collections import deque
 from collections.abc import Sequence
-from typing import Any
+from typing import NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -58,7 +58,7 @@ class Oracle:
     def note(self, text: str) -> None:
         self.trace.append(text)
 
-    def fail(self, kind: str, message: str) -> Any:
+    def fail(self, kind: str, message: str) -> NoReturn:
         raise Violation(kind, message, list(self.trace))
 
     def all_free(self) -> None:

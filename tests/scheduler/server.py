@@ -88,8 +88,10 @@ class CacheServer:
 
         def evict() -> int:
             hot = self.arena.hot
-            good = [r for r in rows if hot["state"][r] == SlotState.COMMITTED and hot["pins"][r] == 0]
-            self.catalog._slots.evict(np.array(good, np.int32))  # noqa: SLF001
+            good = [
+                r for r in rows if hot["state"][r] == SlotState.COMMITTED and hot["pins"][r] == 0
+            ]
+            self.catalog._slots.evict(np.array(good, np.int32))
             return len(good)
 
         return self.ask(evict)
@@ -98,7 +100,7 @@ class CacheServer:
         """A bug in eviction: a slot is given away even if it is pinned, and filled with something else."""
 
         def steal() -> None:
-            hot, cold, slots = self.arena.hot, self.arena.cold, self.catalog._slots  # noqa: SLF001
+            hot, cold, slots = self.arena.hot, self.arena.cold, self.catalog._slots
             rows = np.array([row], np.int32)
             if hot["state"][row] != SlotState.COMMITTED or slots.is_dropped(rows)[0]:
                 return

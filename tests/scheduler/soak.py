@@ -23,7 +23,9 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="the first seed")
     parser.add_argument("--family", choices=FAMILIES, help="only this geometry")
     parser.add_argument("--keep-going", action="store_true", help="do not end at the first failure")
-    parser.add_argument("--minutes", type=float, default=0, help="end after this time, if it comes first")
+    parser.add_argument(
+        "--minutes", type=float, default=0, help="end after this time, if it comes first"
+    )
     given = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="lmcshm-soak-") as folder:
         os.environ["LMCACHE_SHM_RUNTIME_DIR"] = folder
@@ -41,7 +43,9 @@ def soak(given: argparse.Namespace) -> int:
             outcome = workload.run(drawn, f"soak-{os.getpid()}")
         except Exception as error:  # noqa: BLE001 - an exception out of the engine is a finding, too
             told = str(error) if isinstance(error, AssertionError) else traceback.format_exc()
-            failures[f"{type(error).__name__} {getattr(error, 'kind', '')} {drawn.setup.family.name}"] += 1
+            failures[
+                f"{type(error).__name__} {getattr(error, 'kind', '')} {drawn.setup.family.name}"
+            ] += 1
             print(f"FAILED {drawn.name}\n{told}\n", flush=True)
             if not given.keep_going:
                 return 1

@@ -84,7 +84,10 @@ class Group:
             blocks = table[states // n]
             got = plane.words[:, blocks, states % n]
             differs = (got != plane.values(h[(states + 1) * per - 1])).any(axis=(0, 2))
-            bad += [(int(s) * per, int(b)) for s, b in zip(states[differs], blocks[differs], strict=True)]
+            bad += [
+                (int(s) * per, int(b))
+                for s, b in zip(states[differs], blocks[differs], strict=True)
+            ]
         return bad
 
     # -------------------------------------------------------------------- recurrent
@@ -109,7 +112,9 @@ class Storage:
     def __init__(self, config: KVCacheConfig, rank: int) -> None:
         self.config = config
         layout = KVCacheLayout[config.kv_cache_layout]
-        self.tensors: dict[str, torch.Tensor] = allocate_kv_cache(config, torch.device("cpu"), layout)
+        self.tensors: dict[str, torch.Tensor] = allocate_kv_cache(
+            config, torch.device("cpu"), layout
+        )
         first = next(iter(self.tensors.values()))
         self.raw: npt.NDArray[np.uint8] = (
             torch.empty(0, dtype=torch.uint8).set_(first.untyped_storage()).numpy()

@@ -116,7 +116,7 @@ def test_a_hit_inside_a_chunk_is_extended_from_where_it_ends(family: str, instan
         long = lab.prompt(3 * size + 5)
         lab.ask(long)
         lab.wipe()
-        lab.server.ask(lambda: lab.server.catalog.clear())
+        lab.server.ask(lab.server.catalog.clear)
         lab.ask(long[: size + unit + 1])
         lab.rest()
         lab.wipe()
@@ -161,7 +161,11 @@ def test_without_one_groups_slot_a_chunk_is_not_usable(
         lab.ask(prompt)
         lab.wipe()
         cold = lab.server.arena.cold
-        last = [r for (_, g, _), r in lab.cache.stored().items() if g == missing and cold["chunk"][r] == 3]
+        last = [
+            r
+            for (_, g, _), r in lab.cache.stored().items()
+            if g == missing and cold["chunk"][r] == 3
+        ]
         assert 1 == lab.server.evict(last)
         again = lab.ask(prompt)
 

@@ -11,12 +11,9 @@ from tests.scheduler.lab import Lab
 from tests.scheduler.late import Pace
 
 
-
 # ------------------------------------------------------------------------------------- stores
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_a_block_that_is_being_stored_is_given_to_nobody(
-    asynchronous: bool, instance: str
-) -> None:
+def test_a_block_that_is_being_stored_is_given_to_nobody(asynchronous: bool, instance: str) -> None:
     """The request has ended, the copy has not: other requests run meanwhile, and the bytes are still right."""
     with Lab("full", instance, asynchronous=asynchronous, room=3.0) as lab:
         first = lab.prompt(20 * lab.chunk + 1, seed=1)
@@ -95,14 +92,15 @@ def test_an_idle_engine_commits_and_lets_go_without_a_step(instance: str) -> Non
 
 # ------------------------------------------------------------------------------------- look-ups
 def test_look_ups_that_are_repeated_for_lack_of_blocks_cost_one_lease(instance: str) -> None:
-    """A request that cannot be admitted is asked about in every step: the answer and the pins stay the same."""
+    """A request that cannot be admitted is asked about in every step: the answer and the pins stay the same,
+    and what it computes later is stored from the right place on."""
     with Lab("full", instance, room=1.0, max_len=320, step=128) as lab:
         wanted = lab.prompt(161, seed=1)
         lab.ask(wanted)
         lab.wipe()
         running = lab.add(lab.prompt(250, seed=2), 60)
         lab.turns(3)
-        waiting = lab.add(wanted)
+        waiting = lab.add([*wanted, *lab.prompt(48, seed=9)])
         before = lab.server.service.latency["acquire"].count
         lab.turns(20)
         assert ("RUNNING", "WAITING") == (lab.status(running), lab.status(waiting))
@@ -110,7 +108,9 @@ def test_look_ups_that_are_repeated_for_lack_of_blocks_cost_one_lease(instance: 
         assert 20 == lab.server.pins
 
         lab.run()
+        lab.rest()
         assert 160 == lab.engine.asked[waiting].external_tokens
+        assert set(range(26)) <= set(lab.stored_chunks()[0])
 
 
 @pytest.mark.parametrize("family", ["full", "gdn", "windows_one_object"])
@@ -274,7 +274,9 @@ def test_behind_a_failed_load_others_go_on(instance: str) -> None:
         lab.finish("load")
         lab.turns(4)
 
-        assert ("RUNNING", "WAITING", "RUNNING") == tuple(map(lab.status, (running, failing, loading)))
+        assert ("RUNNING", "WAITING", "RUNNING") == tuple(
+            map(lab.status, (running, failing, loading))
+        )
 
 
 def test_two_loads_that_leave_no_room_for_each_other_do_not_wait_for_ever(instance: str) -> None:
@@ -396,7 +398,7 @@ def test_salts_and_adapters_never_share(instance: str) -> None:
 def test_two_engines_share_one_arena(family: str, instance: str) -> None:
     """What one has stored the other finds, and while one is writing a chunk the other leaves it alone."""
     with Lab(family, instance, arena_bytes=8 << 20) as one:
-        known = one.cache._known
+        known = one.cache.known
         with Lab(family, instance, server=one.server, engine_id="other", known=known) as two:
             prompt = two.prompt(3 * two.chunk + 1)
             one.hold()
@@ -418,7 +420,7 @@ def test_an_engine_that_starts_anew_finds_what_the_last_one_stored(instance: str
         prompt = first.prompt(4 * first.chunk + 1)
         first.ask(prompt)
         first.rest()
-        known = first.cache._known
+        known = first.cache.known
         with Lab("gdn", instance, server=first.server, engine_id="next", known=known) as second:
             assert 4 * second.chunk == second.ask(prompt).external_tokens
 

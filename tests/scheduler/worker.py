@@ -117,7 +117,9 @@ class Workers:
                 [self._finish(rank, out, step.result) for rank in range(len(self.ranks))]
             )
 
-    def _finish(self, rank: int, out: SchedulerOutput, result: ModelRunnerOutput) -> ModelRunnerOutput:
+    def _finish(
+        self, rank: int, out: SchedulerOutput, result: ModelRunnerOutput
+    ) -> ModelRunnerOutput:
         """What a runner asks of its connector after the forward."""
         connector = self.connectors[rank]
         if not out.has_sync_kv_loads:
@@ -221,7 +223,9 @@ class Workers:
     ) -> None:
         table = np.asarray(request.tables[group.index], np.int64)
         needed = -(-ran.end // group.block_size)
-        self._expect(len(table) >= needed, "engine", f"{req_id}: {len(table)} blocks, needs {needed}")
+        self._expect(
+            len(table) >= needed, "engine", f"{req_id}: {len(table)} blocks, needs {needed}"
+        )
         first = group.first_read(ran.begin)
         bad = group.wrong(table, h, first, ran.begin)
         if bad:

@@ -5,11 +5,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tests.scheduler.cache import Cache
-from tests.scheduler.content import VOCAB, Stream
+from tests.scheduler.content import VOCAB
 from tests.scheduler.engine import Engine
-from tests.scheduler.families import FAMILIES, Setup
+from tests.scheduler.families import FAMILIES, Family, Setup
 from tests.scheduler.late import Pace
 from tests.scheduler.oracle import Violation
+from tests.scheduler.prefixes import Known
 from tests.scheduler.server import CacheServer
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -63,6 +64,8 @@ class Workload:
     salts: tuple[str | None, ...]
     adapters: tuple[str | None, ...]
     bases: list[list[int]] = field(default_factory=list)
+    answers: tuple[int, ...] = (1, 4, 40)
+    """Upper bounds of max_tokens."""
 
     @property
     def name(self) -> str:
@@ -77,6 +80,7 @@ class Workload:
 def make(seed: int, family: str | None = None) -> Workload:
     """Draw a workload."""
     rng = random.Random(seed)
+    crowded = rng.random() < 0.4  # many short prompts with long answers: they push each other out
     kind = FAMILIES[family or rng.choice(list(FAMILIES))]
     chunk = rng.choice(kind.chunks)
     asynchronous = rng.random() < 0.4
@@ -85,12 +89,13 @@ def make(seed: int, family: str | None = None) -> Workload:
         kind,
         chunk,
         rng.choice(kind.steps),
-        # A partial hit of a recurrent model takes vLLM some blocks more than one request needs.
-        room=rng.choice([1.3, 1.5, 2.5, 6.0] if kind.recurrent else [1.0, 1.1, 1.5, 2.5, 6.0]),
-        max_len=rng.choice([128, 192, 320]) if kind.name != "deepseek_v4" else rng.choice([256, 448]),
+        room=rng.choice(_rooms(kind, crowded=crowded)),
+        max_len=rng.choice([128, 192, 320])
+        if kind.name != "deepseek_v4"
+        else rng.choice([256, 448]),
         asynchronous=asynchronous,
         drafts=drafts,
-        max_seqs=rng.choice([2, 4, 6]),
+        max_seqs=6 if crowded else rng.choice([2, 4, 6]),
         policy=rng.choice(["fcfs", "fcfs", "priority"]),
     )
     late = rng.choice([0, 0, 3, 12])
@@ -102,7 +107,7 @@ def make(seed: int, family: str | None = None) -> Workload:
     )
     calm = rng.random() < 0.3
     chances = Chances(
-        arrive=rng.choice([0.05, 0.2, 0.6]),
+        arrive=0.6 if crowded else rng.choice([0.05, 0.2, 0.6]),
         abort=0 if calm else rng.choice([0, 0.01, 0.05]),
         evict=0 if calm else rng.choice([0, 0, 0.05]),
         steal=0 if calm else rng.choice([0, 0, 0.02]),
@@ -110,16 +115,24 @@ def make(seed: int, family: str | None = None) -> Workload:
         clear=0 if calm else rng.choice([0, 0, 0.01]),
         forget=rng.choice([0, 0.05, 0.3]),
     )
+    longest = setup.max_len // 3 if crowded else setup.max_len - 8
     bases = [
-        [rng.randrange(VOCAB) for _ in range(rng.randrange(1, setup.max_len - 8))]
+        [rng.randrange(VOCAB) for _ in range(rng.randrange(1, longest))]
         for _ in range(rng.choice([1, 2, 4]))
     ]
     return Workload(
         seed, setup, rng.choice([256 * KIB, 512 * KIB, 2 * MIB, 2 * MIB]), pace, chances,
         requests=rng.choice([3, 6, 12]), lives=rng.choice([1, 1, 2]),
         salts=rng.choice([(None,), (None, "a", "b")]), adapters=rng.choice([(None,), (None, "x")]),
-        bases=bases,
+        bases=bases, answers=(40, 120) if crowded else (1, 4, 40),
     )  # fmt: skip
+
+
+def _rooms(kind: Family, *, crowded: bool) -> list[float]:
+    """Pool sizes, in requests of the greatest length."""
+    # A partial hit of a recurrent model takes vLLM some blocks more than one request needs.
+    least = 1.3 if kind.recurrent else 1.0
+    return [least, least + 0.2] if crowded else [least, least + 0.1, 1.5, 2.5, 6.0]
 
 
 def run(workload: Workload, instance: str) -> Outcome:
@@ -137,7 +150,7 @@ class Run:
         self._instance = instance
         self._server: CacheServer | None = None
         self.prompts: list[list[int]] = []
-        self.known: dict[bytes, tuple[Stream, int]] = {}
+        self.known: Known = {}
 
     @property
     def server(self) -> CacheServer:
@@ -206,13 +219,14 @@ class Run:
         for req_id, asked in self.engine.asked.items():
             if asked.finish != "length":
                 continue
-            keys = cache.keys_of(space, req_id)
+            keys = cache.keys_of(req_id)
             for number in range(len(cache.members())):
                 for i in range(len(asked.prompt) // chunk):
                     self.outcome.chunks += 1
                     if (space, number, keys.key(i)) not in stored:
                         self.engine.oracle.fail(
-                            "not_stored", f"chunk {i} of object group {number} of {req_id} was computed and is not there"
+                            "not_stored",
+                            f"chunk {i} of object group {number} of {req_id} was computed and is not there",
                         )
 
     def _note(self) -> None:
@@ -256,7 +270,7 @@ class Run:
         room = longest - len(prompt)
         req_id = self.engine.add(
             prompt,
-            rng.randint(1, min(room, rng.choice([1, 4, 40, 120]))),
+            rng.randint(1, min(room, rng.choice(w.answers))),
             rng.choice(w.salts),
             rng.choice(w.adapters),
             priority=rng.randrange(3) if w.setup.policy == "priority" else 0,
