@@ -30,10 +30,12 @@ from lmcache_shm.control.messages import (
 )
 
 ROOT = Path(__file__).parent.parent
-# It gets SIGTERM when the process that started it dies, however that dies (PR_SET_PDEATHSIG = 1).
-START = (
-    "import ctypes; ctypes.CDLL(None).prctl(1, 15); from lmcache_shm.cli.app import main; main()"
-)
+START = """
+from tools.parent_watch import on_parents_end, terminate_in_order
+on_parents_end(terminate_in_order)
+from lmcache_shm.cli.app import main
+main()
+"""
 
 
 class ServerError(RuntimeError):
@@ -118,7 +120,7 @@ class Server:
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
-                [*self._command, *flags], stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=self._env,
+                [*self._command, *flags], stdin=subprocess.PIPE, stdout=log, stderr=log, env=self._env,
                 start_new_session=True,  # Ctrl-C reaches only the caller, who ends it in order
             )  # fmt: skip
         deadline = time.monotonic() + timeout_s

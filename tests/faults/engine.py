@@ -30,7 +30,7 @@ from tests.faults.payload import CHUNK, SHAPES, tokens
 
 MAX_CHUNKS = 10
 DOCUMENTS = 24
-ANSWER_S = 30.0
+ANSWER_S = 90.0
 """A worker that does not answer within this time makes its request a stuck one."""
 LATE_S = 1.0
 """The deadline of a call is 0.25 s; a loaded machine gets some slack."""

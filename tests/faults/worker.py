@@ -99,8 +99,8 @@ class Worker:
             )
             for item, numbers in placed
         ]
-        engine.submit(CopyJob(order["job"], order["do"], items, 10.0, order["arena_id"]))
-        engine.drain(20.0)
+        engine.submit(CopyJob(order["job"], order["do"], items, 100.0, order["arena_id"]))
+        engine.drain(120.0)
         (result,) = engine.poll()
         if store:
             self._tick(order, result.ok)

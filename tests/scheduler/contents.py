@@ -132,7 +132,8 @@ class Contents(Wiring):
         pages = self.chunk // group.block_size
         if not group.window:
             return 0
-        return pages - min(pages, max(1, -(-(group.window - 1) // group.block_size)))
+        tail = max(1, -(-(group.window - 1) // group.block_size))
+        return int(pages - min(pages, tail))
 
     def check_arena(self) -> None:
         """Every byte of every committed slot is what its key demands, for all ranks."""

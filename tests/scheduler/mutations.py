@@ -11,7 +11,7 @@ import numpy as np
 from lmcache_shm.catalog import hits
 from lmcache_shm.catalog.hits import Window
 from lmcache_shm.transfer.guard import SlotGuard
-from lmcache_shm.vllm import book, loads, planner, requests, scheduler, stores
+from lmcache_shm.vllm import book, loads, lookup, planner, requests, scheduler, stores
 
 Enter = Callable[[ExitStack], None]
 
@@ -127,7 +127,7 @@ def shift_a_load_by_a_page(patches: ExitStack) -> None:
 @mutation("overwrite", "plan", "load", families=("full", "gdn", "windows"))
 def load_over_what_the_engine_has(patches: ExitStack) -> None:
     """The blocks of the local prefix are written again."""
-    right = scheduler.plan_load
+    right = loads.plan_load
 
     def greedy(
         plan: Any, first: Any, held: int, local: int, total: int, tables: Any, null: int = 0
@@ -228,7 +228,7 @@ def unpin_before_the_load(patches: ExitStack) -> None:
 @mutation("invented", "plan", families=("full", "windows"))
 def pretend_a_hit(patches: ExitStack) -> None:
     """One chunk more than there is is offered."""
-    right = scheduler.look_up
+    right = lookup.look_up
 
     def boastful(client: Any, epoch: Any, keys: Any, local: int, num: int, *rest: Any) -> Any:
         hit, why = right(client, epoch, keys, local, num, *rest)

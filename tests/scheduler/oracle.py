@@ -34,13 +34,13 @@ class Oracle:
         get_new_blocks = pool.get_new_blocks
 
         def recording(num_blocks: int) -> list[KVCacheBlock]:
-            blocks = get_new_blocks(num_blocks)
+            blocks: list[KVCacheBlock] = get_new_blocks(num_blocks)
             for block in blocks:
                 self.generation[block.block_id] += 1
                 self.handed_out.append(block.block_id)
             return blocks
 
-        pool.get_new_blocks = recording  # type: ignore[method-assign]
+        pool.get_new_blocks = recording
 
     @property
     def pool(self) -> BlockPool:

@@ -7,6 +7,8 @@ The engine core runs in this process (no busy loop), so a step happens only whil
 
 import json
 import os
+import shutil
+import signal
 import sys
 import time
 import traceback
@@ -14,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+
+from tools.parent_watch import on_parents_end
 
 from .family import load
 from .hooks import install_named
@@ -158,11 +162,21 @@ class Runner:
         return scope.get("result")
 
 
+def abandoned(folder: Path) -> None:
+    """The process that started this one is gone: end at once, with all helpers (they share its session)."""
+    shutil.rmtree(folder, ignore_errors=True)
+    if os.getpgrp() == os.getpid():
+        os.killpg(os.getpid(), signal.SIGKILL)
+    os._exit(1)
+
+
 OPERATIONS = ("generate", "reset", "describe", "free_blocks", "python")
 
 
 def main() -> None:
-    """Answer requests until stdin closes."""
+    """Answer requests until told to end."""
+    options = json.loads(sys.argv[1])
+    on_parents_end(lambda: abandoned(Path(options["folder"])))
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
 
@@ -170,7 +184,7 @@ def main() -> None:
         answers.write(json.dumps(message) + "\n")
 
     try:
-        runner = Runner(json.loads(sys.argv[1]))
+        runner = Runner(options)
         answer({"ready": runner.describe()})
     except BaseException as error:  # noqa: BLE001  also SystemExit: the reader must learn of it
         traceback.print_exc()
