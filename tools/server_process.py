@@ -99,7 +99,11 @@ class Server:
         self._folder = Path(folder) if folder else runtime_dir()
         self.log = self._folder / f"{instance}.log"
         self.process: subprocess.Popen[bytes] | None = None
-        self.start()
+        try:
+            self.start()
+        except BaseException:
+            self.close()
+            raise
 
     @property
     def socket(self) -> Path:
@@ -188,7 +192,13 @@ class Server:
         """SIGKILL, as a crash would."""
         if self.process is not None:
             self.process.kill()
+            self._reap()
+
+    def _reap(self) -> None:
+        if self.process is not None:
             self.process.wait()
+            if self.process.stdin is not None:
+                self.process.stdin.close()
 
     def close(self) -> None:
         """SIGTERM, then SIGKILL after 15 s; removes what a killed server leaves. Idempotent."""
@@ -198,6 +208,7 @@ class Server:
                 self.process.wait(15)
             except subprocess.TimeoutExpired:
                 self.kill()
+        self._reap()
         for name in (f"lmcache_shm.{self.instance}", f"lmcache_shm.{self.instance}.meta"):
             Path("/dev/shm", name).unlink(missing_ok=True)
         self.socket.unlink(missing_ok=True)

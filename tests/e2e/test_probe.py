@@ -10,8 +10,8 @@ from tools.tiny_models import load
 from tools.tiny_models.process import Engine
 
 FAMILIES = [
-    "llama", "gemma3", "gemma4", "gpt_oss", "qwen3_5", "falcon_h1", "granite_hybrid",
-    "deepseek_v3_apc", "deepseek_v4",
+    "llama", "gemma3", "gemma3n", "gemma4_shared", "gpt_oss", "qwen3_5", "falcon_h1", "lfm2", "llama4",
+    "deepseek_v3", "deepseek_v4",
 ]  # fmt: skip
 
 # The real engine's KVCacheConfig, with the keys of lmcache_shm.vllm.model_facts.facts.

@@ -54,7 +54,9 @@ def until(condition: Callable[[], Any], what: str, seconds: float = WAIT_S) -> A
 class Cluster:
     """A context manager; everything it started is gone after it."""
 
-    def __init__(self, instance: str, *flags: str, size_gb: str = SIZE_GB, **environment: str) -> None:
+    def __init__(
+        self, instance: str, *flags: str, size_gb: str = SIZE_GB, **environment: str
+    ) -> None:
         self.instance = instance
         self.flags = ["--l1-size-gb", size_gb, "--chunk-size", "64", *flags]
         base = Path(os.environ["LMCACHE_SHM_RUNTIME_DIR"]) / instance
@@ -93,7 +95,9 @@ class Cluster:
             return None
         path = str(socket_path(Config(instance=self.instance)))
         try:
-            with contextlib.closing(Connection.open(path, Hello(PROTOCOL, "tool"), seconds)) as connection:
+            with contextlib.closing(
+                Connection.open(path, Hello(PROTOCOL, "tool"), seconds)
+            ) as connection:
                 return connection.call(Status(), StatusReply, seconds).snapshot
         except ControlError:
             return None
@@ -144,7 +148,11 @@ class Cluster:
         for one in options:
             self._started += 1
             engine_id = f"{self.instance}-{self._started}"
-            options_ = {"instance": self.instance, "engine_id": engine_id, "seed": self._started} | one
+            options_ = {
+                "instance": self.instance,
+                "engine_id": engine_id,
+                "seed": self._started,
+            } | one
             new.append(EngineProcess(options_, self.environment))
         self.engines += new
         for engine in new:
@@ -194,7 +202,9 @@ class Cluster:
             self._restart()
         for engine in [e for e in self.engines if state_of(e.process.pid) in {"", "Z"}]:
             self._bury(engine)
-            self.add_engines({k: v for k, v in engine.options.items() if k not in {"engine_id", "seed"}})
+            self.add_engines(
+                {k: v for k, v in engine.options.items() if k not in {"engine_id", "seed"}}
+            )
 
     def wake(self, pid: int) -> None:
         self._stopped.pop(pid, None)
@@ -266,7 +276,10 @@ class Cluster:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         for pid in {*self._stopped, *(one["pid"] for one in self.struck() if one["do"] == "stop")}:
             self.wake(pid)

@@ -77,7 +77,13 @@ class Engine:
     def _register(self, hello: HelloReply) -> Register:
         groups = [GroupInfo("full", "full"), GroupInfo("recurrent", "recurrent")]
         return Register(
-            self.options["engine_id"], self.world, self.replicas, CHUNK, self.descriptor, groups, name="sim"
+            self.options["engine_id"],
+            self.world,
+            self.replicas,
+            CHUNK,
+            self.descriptor,
+            groups,
+            name="sim",
         )
 
     # ---------------------------------------------------------------------------------- requests

@@ -6,10 +6,12 @@ import xxhash
 
 CHUNK = 64
 BLOCK = 16
-N_BLOCKS = 96
+N_BLOCKS = 160
 # Object group → (pages per chunk, bytes per page and layer, layers). Odd sizes, to expose rounding.
 SHAPES = {0: (CHUNK // BLOCK, 15_000, 4), 1: (1, 90_008, 3)}
-_WORDS = {n: np.arange(n // 8, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) for n in (15_000, 90_008)}
+_WORDS = {
+    n: np.arange(n // 8, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) for n in (15_000, 90_008)
+}
 
 
 def page(key: bytes, group: int, rank: int, number: int) -> npt.NDArray[np.uint8]:

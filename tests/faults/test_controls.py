@@ -73,7 +73,9 @@ def test_a_store_that_is_late_because_its_scheduler_was_killed_lands_in_quaranti
             until(lambda: cluster.slots()["quarantined"] == 10, "quarantine")
             status = cluster.status()
             assert status is not None
-            client = next(c for c in status["clients"] if c["engine_id"] == killed.options["engine_id"])
+            client = next(
+                c for c in status["clients"] if c["engine_id"] == killed.options["engine_id"]
+            )
             assert client["quarantined"] == 10
             assert pid in [worker["pid"] for worker in client["workers"]]
         else:

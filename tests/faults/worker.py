@@ -28,7 +28,9 @@ Blocks = dict[int, list[np.ndarray]]
 class Worker:
     """One rank of one engine."""
 
-    def __init__(self, options: dict[str, Any], pipe: multiprocessing.connection.Connection) -> None:
+    def __init__(
+        self, options: dict[str, Any], pipe: multiprocessing.connection.Connection
+    ) -> None:
         self.rank = int(options["rank"])
         self.pipe = pipe
         self.blocks: Blocks = {
@@ -54,7 +56,8 @@ class Worker:
     def _layout(self, group: int) -> SlotLayout:
         pages, nbytes, _ = SHAPES[group]
         tensors = [
-            RawTensor(t.ctypes.data, t.shape, (nbytes, 1), 1, i) for i, t in enumerate(self.blocks[group])
+            RawTensor(t.ctypes.data, t.shape, (nbytes, 1), 1, i)
+            for i, t in enumerate(self.blocks[group])
         ]
         return SlotLayout([Part(group_pages(tensors, N_BLOCKS), pages)])
 
@@ -86,7 +89,12 @@ class Worker:
         placed = self._place(order["items"])
         store = order["do"] == "store"
         if store and self.rank != self.region_of:
-            return {"job": order["job"], "ok": True, "reason": "", "wrong": 0}  # another rank writes it
+            return {
+                "job": order["job"],
+                "ok": True,
+                "reason": "",
+                "wrong": 0,
+            }  # another rank writes it
         for item, numbers in placed:
             self._fill(item, numbers, wipe=not store)
         items = [

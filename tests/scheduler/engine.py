@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vllm.lora.request import LoRARequest
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
@@ -23,6 +24,13 @@ from tests.scheduler.oracle import Oracle
 from tests.scheduler.worker import Identity, Step, Workers
 
 init_none_hash(sha256)
+
+
+def _feature(image: str) -> MultiModalFeatureSpec:
+    """Something of 16 tokens at the beginning of a prompt."""
+    return MultiModalFeatureSpec(
+        data=None, modality="image", identifier=image, mm_position=PlaceholderRange(0, 16)
+    )
 
 
 @dataclass
@@ -92,12 +100,15 @@ class Engine:
         salt: str | None = None,
         adapter: str | None = None,
         priority: int = 0,
+        image: str | None = None,
+        session: bool = False,
         **more: Any,
     ) -> str:
-        """A request arrives; its id."""
+        """A request arrives; its id. `image`: the prompt begins with one; `session`: more input may follow."""
         req_id = f"r{self._ids}"
         self._ids += 1
-        self.asked[req_id] = Asked(list(prompt), max_tokens, (salt, adapter))
+        who = f"{adapter} sees {image}" if image else adapter
+        self.asked[req_id] = Asked(list(prompt), max_tokens, (salt, who))
         lora = LoRARequest(adapter, 1 + len(adapter), f"/adapters/{adapter}") if adapter else None
         request = Request(
             req_id,
@@ -109,11 +120,28 @@ class Engine:
             cache_salt=salt,
             priority=priority,
             block_hasher=self._hasher,
+            mm_features=[_feature(image)] if image else None,
+            resumable=session,
         )
         self.oracle.note(f"add {req_id}: {len(prompt)} tokens + {max_tokens}, {salt}/{adapter}")
         self.asked[req_id].request = request
         self.scheduler.add_request(request)
         return req_id
+
+    def say_more(self, req_id: str, tokens: Sequence[int], max_tokens: int) -> None:
+        """The next input of a session; vLLM forgets the last token that it said, which it has not computed."""
+        asked = self.asked[req_id]
+        asked.prompt += [*asked.output[:-1], *tokens]
+        asked.output, asked.finish = [], ""
+        self.scheduler.add_request(self._turn(req_id, tokens, max_tokens, more=True))
+
+    def end_session(self, req_id: str) -> None:
+        self.scheduler.add_request(self._turn(req_id, [0], 1, more=False))
+
+    @staticmethod
+    def _turn(req_id: str, tokens: Sequence[int], max_tokens: int, *, more: bool) -> Request:
+        sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+        return Request(req_id, list(tokens), sampling, None, arrival_time=0.0, resumable=more)
 
     def abort(self, req_id: str) -> None:
         request = self.request(req_id)

@@ -177,7 +177,8 @@ def ignore_the_generation(patches: ExitStack) -> None:
     patches.enter_context(patch.object(SlotGuard, "changed_hands", lambda self, item, kind: ""))
 
 
-@mutation("changed_hands", "stored", "load", "read", families=("full_tp2", "windows_tp2"))
+# "lost_pin": the last rank's copy finds its slot committed already and refuses.
+@mutation("changed_hands", "stored", "load", "read", "lost_pin", families=("full_tp2", "windows_tp2"))
 def commit_before_the_last_rank(patches: ExitStack) -> None:
     """One rank's report publishes the slots of all."""
     right = scheduler.SchedulerSide._current

@@ -1,4 +1,4 @@
-"""Resets, restarts, and several engines on one arena; identity; and the figures that the engine publishes."""
+"""Resets, restarts, and several engines on one arena, and the figures that the engine publishes."""
 
 import time
 from collections.abc import Callable
@@ -92,20 +92,7 @@ def test_copies_that_outlive_their_server_are_never_served(instance: str) -> Non
         assert {} == lab.cache.stored()
 
 
-# ------------------------------------------------------------------------------------- identity, sharing
-def test_salts_and_adapters_never_share(instance: str) -> None:
-    """The same tokens under another cache salt or adapter are another prefix: zero hits."""
-    with Lab("full", instance) as lab:
-        prompt = lab.prompt(4 * lab.chunk + 1)
-        who = [(None, None), ("a", None), ("b", None), (None, "x"), ("a", "x")]
-        for salt, adapter in who:
-            assert 0 == lab.ask(prompt, salt=salt, adapter=adapter).external_tokens
-        lab.wipe()
-        for salt, adapter in who:
-            asked = lab.ask(prompt, salt=salt, adapter=adapter)
-            assert 4 * lab.chunk == asked.external_tokens
-
-
+# ------------------------------------------------------------------------------------- sharing
 @pytest.mark.parametrize("family", ["windows", "gdn", "deepseek_v4"])
 def test_two_engines_share_one_arena(family: str, instance: str) -> None:
     """What one has stored the other finds, and while one is writing a chunk the other leaves it alone."""

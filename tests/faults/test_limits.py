@@ -1,0 +1,188 @@
+"""What the operating system limits or forbids: small /dev/shm, few descriptors, another user."""
+
+import contextlib
+import os
+import resource
+import socket
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+
+import pytest
+
+from tests.faults.cluster import Cluster, until
+
+as_root = pytest.mark.skipif(
+    os.geteuid() != 0, reason="needs root to become another user or to mount"
+)
+
+
+@pytest.fixture
+def private_mounts() -> None:
+    if subprocess.run(["unshare", "-m", "true"], check=False, capture_output=True).returncode:
+        pytest.skip("no private mounts here")
+
+
+def python(program: str, *arguments: str, **options: object) -> subprocess.CompletedProcess[str]:
+    before = options.pop("before", [])
+    return subprocess.run(
+        [*before, sys.executable, "-c", textwrap.dedent(program), *arguments],  # type: ignore[misc]
+        capture_output=True, text=True, timeout=120, check=False,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}, **options,
+    )  # type: ignore[call-overload,no-any-return]  # fmt: skip
+
+
+@as_root
+def test_another_user_can_neither_map_the_arena_nor_connect(instance: str) -> None:
+    """The second time even the runtime directory and the socket are open to all: the peer's uid is checked."""
+    program = """
+        import os, socket, sys
+        name, path = sys.argv[1:]
+        os.setgid(65534)
+        os.setuid(65534)
+        for segment in (name, name + ".meta"):
+            for flags in (os.O_RDONLY, os.O_RDWR):
+                try:
+                    os.open("/dev/shm/" + segment, flags)
+                    print("mapped", segment)
+                except PermissionError:
+                    pass
+        for attempt in range(2):
+            sock = socket.socket(socket.AF_UNIX)
+            sock.settimeout(10)
+            try:
+                sock.connect(path)
+                print(sock.recv(1000))
+            except PermissionError:
+                print("no way in")
+            sock.close()
+            if attempt == 0:
+                print("open", flush=True)
+                sys.stdin.readline()
+    """
+    with Cluster(instance) as cluster:
+        cluster.start_server()
+        path = os.path.join(os.environ["LMCACHE_SHM_RUNTIME_DIR"], f"{instance}.sock")
+        child = subprocess.Popen(
+            [sys.executable, "-c", textwrap.dedent(program), f"lmcache_shm.{instance}", path],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        assert child.stdin is not None
+        assert child.stdout is not None
+        folder = os.path.dirname(path)
+        try:
+            said = [child.stdout.readline(), child.stdout.readline()]
+            os.chmod(folder, 0o755)
+            os.chmod(path, 0o777)
+            rest, _ = child.communicate("go\n", timeout=60)
+        finally:
+            os.chmod(folder, 0o700)
+            child.kill()
+            child.wait()
+        assert said == ["no way in\n", "open\n"]
+        assert "belongs to uid 0, not to uid 65534" in rest
+        assert "mapped" not in rest
+        cluster.add_engines({})
+        cluster.prove()
+
+
+@as_root
+@pytest.mark.usefixtures("private_mounts")
+def test_a_dev_shm_that_others_fill_later_costs_nothing(instance: str) -> None:
+    """The arena was reserved at the start: with /dev/shm full, every byte of it can be written."""
+    program = """
+        import os, subprocess, sys
+        if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=80m", "tmpfs", "/dev/shm"]).returncode:
+            sys.exit(77)
+        from tests.faults.cluster import Cluster
+        with Cluster(sys.argv[1]) as cluster:
+            cluster.start_server()
+            with open("/dev/shm/somebody", "wb") as file:
+                try:
+                    while True:
+                        file.write(bytes(1 << 20))
+                        file.flush()
+                except OSError as error:
+                    print(error.strerror)
+            (engine,) = cluster.add_engines({})
+            for document in range(0, 80, 4):
+                engine.tell(document=document, chunks=5)
+            engine.answer()
+            print(engine.counts["stored"])
+            cluster.kill_server()
+            cluster.start_server()
+            print(cluster.status()["server"]["adopted"]["slots"] == cluster.committed() > 60)
+            assert engine.ask(wait_up=20.0)["up"]
+            print(cluster.prove()["wrong"])
+    """
+    found = python(program, instance, before=["unshare", "-m"])
+    if found.returncode == 77:
+        pytest.skip("mount is not allowed here")
+    assert found.returncode == 0, found.stderr
+    said = [line for line in found.stdout.splitlines() if line]
+    assert said == ["No space left on device", "200", "True", "0"]
+
+
+@as_root
+@pytest.mark.usefixtures("private_mounts")
+def test_a_dev_shm_that_is_too_small_is_one_line_with_the_remedy(instance: str) -> None:
+    program = """
+        import subprocess, sys
+        if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=32m", "tmpfs", "/dev/shm"]).returncode:
+            sys.exit(77)
+        sys.argv = ["lmcache-shm", "server", "--instance", sys.argv[1], "--l1-size-gb", "0.0625"]
+        from lmcache_shm.cli.app import main
+        main()
+    """
+    found = python(program, instance, before=["unshare", "-m"])
+    if found.returncode == 77:
+        pytest.skip("mount is not allowed here")
+    assert found.returncode not in {0, -7}  # -7: SIGBUS
+    (line,) = found.stderr.splitlines()
+    assert "--shm-size" in line
+
+
+@pytest.fixture
+def limits() -> Iterator[None]:
+    """A child inherits this process's limits, so they are set around its start."""
+    kinds = (resource.RLIMIT_NOFILE, resource.RLIMIT_MEMLOCK)
+    before = [resource.getrlimit(kind) for kind in kinds]
+    yield
+    for kind, limit in zip(kinds, before, strict=True):
+        resource.setrlimit(kind, limit)
+
+
+@pytest.mark.usefixtures("limits")
+def test_a_server_with_few_descriptors_serves_whom_it_can(instance: str) -> None:
+    """More connections than it may open: it neither ends nor spins, and serves those it has."""
+    with Cluster(instance) as cluster:
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (32, limit[1]))
+        cluster.start_server()
+        resource.setrlimit(resource.RLIMIT_NOFILE, limit)
+        (engine,) = cluster.add_engines({})
+        cluster.prove()
+        path = os.path.join(os.environ["LMCACHE_SHM_RUNTIME_DIR"], f"{instance}.sock")
+        with contextlib.ExitStack() as crowd:
+            for _ in range(60):
+                sock = crowd.enter_context(socket.socket(socket.AF_UNIX))
+                sock.settimeout(5)
+                sock.connect(path)
+            until(lambda: "no file descriptor" in cluster.log.read_text(), "it says why")
+            before = engine.counts
+            after = engine.ask(run=10, seconds=20.0)["counts"]
+            assert after["operations"] == before["operations"] + 10
+            assert after.get("unreachable", 0) == before["unreachable"]
+        cluster.prove()
+
+
+@pytest.mark.usefixtures("limits")
+def test_no_locked_memory_is_needed(instance: str) -> None:
+    """RLIMIT_MEMLOCK 0: nothing here locks pages (a GPU's driver has its own accounting)."""
+    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    resource.setrlimit(resource.RLIMIT_MEMLOCK, (0, limit[1]))
+    with Cluster(instance) as cluster:
+        cluster.start_server()
+        cluster.add_engines({})
+        cluster.prove()
