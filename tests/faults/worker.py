@@ -134,7 +134,7 @@ class Worker:
 
     def _place(self, items: list[dict[str, Any]]) -> list[tuple[dict[str, Any], list[int]]]:
         """Blocks for each item; a job's items never share any."""
-        at = {group: 0 for group in SHAPES}
+        at = dict.fromkeys(SHAPES, 0)
         placed = []
         for item in items:
             pages = SHAPES[item["group"]][0]

@@ -178,7 +178,9 @@ def ignore_the_generation(patches: ExitStack) -> None:
 
 
 # "lost_pin": the last rank's copy finds its slot committed already and refuses.
-@mutation("changed_hands", "stored", "load", "read", "lost_pin", families=("full_tp2", "windows_tp2"))
+@mutation(
+    "changed_hands", "stored", "load", "read", "lost_pin", families=("full_tp2", "windows_tp2")
+)
 def commit_before_the_last_rank(patches: ExitStack) -> None:
     """One rank's report publishes the slots of all."""
     right = scheduler.SchedulerSide._current

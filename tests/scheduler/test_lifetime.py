@@ -1,12 +1,15 @@
 """Blocks, leases and requests from beginning to end: preempted, aborted, evicted, late, failed, restarted."""
 
 from collections.abc import Callable
+from unittest.mock import patch
 
 import pytest
 from vllm.v1.request import RequestStatus
 
+from lmcache_shm.vllm.parking import Parking
 from tests.scheduler.lab import Lab, until
 from tests.scheduler.late import Pace
+from tests.scheduler.oracle import Violation
 
 
 # ------------------------------------------------------------------------------------- stores
@@ -277,23 +280,37 @@ def test_behind_a_failed_load_others_go_on(instance: str) -> None:
         )
 
 
+def _two_loads(lab: Lab) -> list[str]:
+    """Two requests whose prefixes fill the pool; how they ended."""
+    prompts = [lab.prompt(n, seed=n) for n in (96, 108)]
+    for prompt in prompts:
+        lab.ask(prompt[:65])
+        lab.wipe()
+    lab.hold()
+    ids = [lab.add(prompt) for prompt in prompts]
+    lab.turns(2)
+    lab.release()
+    lab.run()
+    return [lab.engine.asked[r].finish for r in ids]
+
+
 def test_two_loads_that_leave_no_room_for_each_other_do_not_wait_for_ever(instance: str) -> None:
     """Both have their prefix, neither has blocks for its next step: nobody would ever free any.
 
     vLLM sets blocks aside for loads, but counts those before a window as if they were still held.
     """
     with Lab("sliding_only", instance, chunk=16, room=1.0, max_len=128, step=32) as lab:
-        prompts = [lab.prompt(n, seed=n) for n in (96, 108)]
-        for prompt in prompts:
-            lab.ask(prompt[:65])
-            lab.wipe()
-        lab.hold()
-        ids = [lab.add(prompt) for prompt in prompts]
-        lab.turns(2)
-        lab.release()
-        lab.run()
+        assert ["length", "length"] == _two_loads(lab)
 
-        assert ["length", "length"] == [lab.engine.asked[r].finish for r in ids]
+
+def test_without_the_rule_for_parked_requests_they_would(instance: str) -> None:
+    """The negative control of the test above; when vLLM mends it, lmcache_shm.vllm.parking can go."""
+    with (
+        patch.object(Parking, "has_room", lambda *_: True),
+        pytest.raises(Violation, match="stuck"),
+        Lab("sliding_only", instance, chunk=16, room=1.0, max_len=128, step=32) as lab,
+    ):
+        _two_loads(lab)
 
 
 def test_statuses_that_these_tests_rely_on_exist() -> None:

@@ -52,7 +52,8 @@ class Cache:
         ]
         pages = group_pages(tensors, blocks)
         self.layout = SlotLayout([Part(pages, shape.chunk // shape.block, 0)])
-        config = connector_config({"lmcache_shm.instance": server.instance})
+        extra = {"lmcache_shm.instance": server.instance, "lmcache_shm.deadline_ms": 60000}
+        config = connector_config(extra)
         self.worker = WorkerClient(config, model, 0, 1, 1, [self.layout.region_bytes])
         self.client = CacheClient(config, model, self._register)
         self.worker.start()

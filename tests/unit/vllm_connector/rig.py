@@ -48,7 +48,9 @@ class DirectClient:
         if hit.n_chunks:
             self._lease = lease = self._lease + 1
             self.leases[lease] = hit.rows
-        return Acquired(self.boot, lease, hit.n_chunks, list(hit.first), [r.tobytes() for r in hit.rows])
+        return Acquired(
+            self.boot, lease, hit.n_chunks, list(hit.first), [r.tobytes() for r in hit.rows]
+        )
 
     def step(
         self,
@@ -118,7 +120,9 @@ class Request:
 class Rig:
     """`side` is what is tested; `plan` says which groups there are."""
 
-    def __init__(self, arena: segment.Arena, plan: CachePlan, *, blocks: int = 256, world: int = 1) -> None:
+    def __init__(
+        self, arena: segment.Arena, plan: CachePlan, *, blocks: int = 256, world: int = 1
+    ) -> None:
         self.arena, self.plan = arena, plan
         self.catalog = Catalog(arena)
         specs = [GroupSpec(group.name, group.rule, SLOT) for group in plan.groups]

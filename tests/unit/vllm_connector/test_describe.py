@@ -116,7 +116,9 @@ def test_ranks_that_are_alike_are_told_once() -> None:
 
 
 def test_where_the_configuration_lies_does_not_matter() -> None:
-    elsewhere = engine(model_config__hf_config=HfConfig(_name_or_path="/elsewhere", transformers_version="9"))
+    elsewhere = engine(
+        model_config__hf_config=HfConfig(_name_or_path="/elsewhere", transformers_version="9")
+    )
 
     assert namespace(elsewhere) == namespace()
 
@@ -170,7 +172,9 @@ def test_a_local_copy_of_a_repository_is_its_name_and_commit(tmp_path: Path) -> 
     assert identity_of(str(snapshot), None) == f"org/model@{commit}"
 
 
-def test_a_repository_without_a_local_copy_is_its_revision(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_repository_without_a_local_copy_is_its_revision(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
 
     assert identity_of("org/model-that-is-not-here", "v2") == "org/model-that-is-not-here@v2"

@@ -69,7 +69,9 @@ def test_scratch_groups_are_named_with_the_reason() -> None:
 def test_a_kind_without_a_rule_is_refused() -> None:
     spec = CrossAttentionSpec(block_size=32, num_kv_heads=2, head_size=16, dtype=torch.float32)
 
-    with pytest.raises(ModelError, match=r"KV cache group 0 \(0\.0, 0\.1, …\) is a CrossAttentionSpec"):
+    with pytest.raises(
+        ModelError, match=r"KV cache group 0 \(0\.0, 0\.1, …\) is a CrossAttentionSpec"
+    ):
         groups_of(spec)
 
 
@@ -81,7 +83,9 @@ def test_content_is_counted_without_padding() -> None:
     padded, plain = state(160, padded=4096), state(160)
 
     assert content_bytes(padded, ["a", "b"]) == content_bytes(plain, ["a", "b"]) == 2 * (96 + 64)
-    assert content_bytes(uniform(a=full(heads=2), b=full(heads=4)), ["a", "b"]) == 3 * 32 * 2 * 32 * 4
+    assert (
+        content_bytes(uniform(a=full(heads=2), b=full(heads=4)), ["a", "b"]) == 3 * 32 * 2 * 32 * 4
+    )
     assert content_bytes(replace(full(), page_size_padded=1 << 20), ["a"]) == 32 * 2 * 32 * 4
 
 

@@ -26,7 +26,9 @@ def request(**facts: Any) -> Any:
 
 def item(identifier: str | None, offset: int, length: int) -> Any:
     return SimpleNamespace(
-        identifier=identifier, modality="image", mm_position=SimpleNamespace(offset=offset, length=length)
+        identifier=identifier,
+        modality="image",
+        mm_position=SimpleNamespace(offset=offset, length=length),
     )
 
 

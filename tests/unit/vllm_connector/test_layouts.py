@@ -61,7 +61,9 @@ def test_missing_bytes_are_refused_with_the_figures() -> None:
         pages_of(kv, {"0.0": cache(), "0.1": cache(heads=1)})
 
     text = str(caught.value)
-    assert text.startswith("KV cache group 0 (full attention, block 32, 2 layers): a block of this group holds")
+    assert text.startswith(
+        "KV cache group 0 (full attention, block 32, 2 layers): a block of this group holds"
+    )
     assert "12288 bytes in the registered tensors, but its spec says 16384" in text
     assert "it will not guess" in text
 
@@ -93,7 +95,9 @@ def test_a_layer_that_shares_anothers_cache_is_not_counted_again() -> None:
 
 
 def test_a_cache_in_no_group_is_refused() -> None:
-    with pytest.raises(ModelError, match="layer stray has a KV cache of its own, but is in no KV cache group"):
+    with pytest.raises(
+        ModelError, match="layer stray has a KV cache of its own, but is in no KV cache group"
+    ):
         pages_of(config(full()), {"0.0": cache(), "0.1": cache(), "stray": cache()})
 
 

@@ -35,7 +35,9 @@ def test_every_admissible_size_ends_a_block_and_divides_the_span() -> None:
     assert sizes == [64, 128, 192, 256, 384, 768]
 
 
-@pytest.mark.parametrize(("block", "shown"), [(400, "400, 800, 1200, 1600"), (784, "784, 1568, 2352, 3136")])
+@pytest.mark.parametrize(
+    ("block", "shown"), [(400, "400, 800, 1200, 1600"), (784, "784, 1568, 2352, 3136")]
+)
 def test_a_chunk_that_is_no_multiple_is_refused_with_those_that_are(block: int, shown: str) -> None:
     with pytest.raises(ModelError) as caught:
         make_plan(groups_of(full(block)), chunk_size=256)
@@ -43,11 +45,15 @@ def test_a_chunk_that_is_no_multiple_is_refused_with_those_that_are(block: int, 
     text = str(caught.value)
     assert f"chunk size 256 does not fit this model: it has to be a multiple of {block}" in text
     assert f"(block sizes of its KV cache groups: {block})" in text
-    assert f"admissible are {shown}, …: start the server with --chunk-size auto (here {block})" in text
+    assert (
+        f"admissible are {shown}, …: start the server with --chunk-size auto (here {block})" in text
+    )
 
 
 def test_all_block_sizes_are_named() -> None:
-    with pytest.raises(ModelError, match=r"a multiple of 320 \(block sizes of its KV cache groups: 64, 160\)"):
+    with pytest.raises(
+        ModelError, match=r"a multiple of 320 \(block sizes of its KV cache groups: 64, 160\)"
+    ):
         make_plan(groups_of(full(64), state(160)), chunk_size=256)
 
 
@@ -55,7 +61,9 @@ def test_a_chunk_must_divide_the_span_of_local_attention() -> None:
     with pytest.raises(ModelError) as caught:
         make_plan(groups_of(full(32), local(96)), chunk_size=64)
 
-    assert "that divides 96 (span of its local attention); admissible are 32, 96: start" in str(caught.value)
+    assert "that divides 96 (span of its local attention); admissible are 32, 96: start" in str(
+        caught.value
+    )
 
 
 def test_no_size_at_all_asks_for_another_block_size() -> None:
@@ -101,9 +109,12 @@ def test_without_separation_all_is_one_object_kept_as_full_attention() -> None:
 
 
 @pytest.mark.parametrize(
-    ("tokens", "stored"), [(1, 1), (2, 1), (33, 1), (34, 2), (64, 2), (65, 2), (66, 3), (257, 8), (4096, 8)]
+    ("tokens", "stored"),
+    [(1, 1), (2, 1), (33, 1), (34, 2), (64, 2), (65, 2), (66, 3), (257, 8), (4096, 8)],
 )
-def test_of_a_window_only_the_tail_that_a_later_token_can_see_is_stored(tokens: int, stored: int) -> None:
+def test_of_a_window_only_the_tail_that_a_later_token_can_see_is_stored(
+    tokens: int, stored: int
+) -> None:
     """⌈(W−1)/B⌉ pages, at most all of the chunk."""
     part = make_plan(groups_of(window(tokens, 32)), chunk_size=256).groups[0].parts[0]
 
@@ -132,18 +143,25 @@ HYBRID = [full(160), state(160)]
 
 
 def test_a_model_without_recurrent_layers_needs_nothing() -> None:
-    assert check_recurrent(engine(budget=8192, mode="none", caching=False), groups_of(full()), "exact") == []
+    assert (
+        check_recurrent(engine(budget=8192, mode="none", caching=False), groups_of(full()), "exact")
+        == []
+    )
 
 
 def test_prefix_caching_must_be_on() -> None:
-    with pytest.raises(ModelError, match="--enable-prefix-caching --mamba-cache-mode align") as caught:
+    with pytest.raises(
+        ModelError, match="--enable-prefix-caching --mamba-cache-mode align"
+    ) as caught:
         check_recurrent(engine(caching=False), groups_of(*HYBRID), "exact")
     assert "only with prefix caching on" in str(caught.value)
 
 
 @pytest.mark.parametrize("mode", ["all", "none"])
 def test_only_mode_align_will_do(mode: str) -> None:
-    with pytest.raises(ModelError, match=f"runs with --mamba-cache-mode {mode}.*only in mode align"):
+    with pytest.raises(
+        ModelError, match=f"runs with --mamba-cache-mode {mode}.*only in mode align"
+    ):
         check_recurrent(engine(mode=mode), groups_of(*HYBRID), "exact")
 
 
@@ -176,7 +194,10 @@ def test_any_accepts_larger_steps_and_says_what_is_cached() -> None:
 
 
 def test_the_budget_of_a_step_counts_where_it_is_smaller() -> None:
-    assert check_recurrent(engine(budget=8192, scheduled=319, seqs=1), groups_of(*HYBRID), "exact") == []
+    assert (
+        check_recurrent(engine(budget=8192, scheduled=319, seqs=1), groups_of(*HYBRID), "exact")
+        == []
+    )
 
 
 def test_little_room_for_decoding_requests_is_told() -> None:

@@ -15,7 +15,9 @@ from .worlds import full, state, window
 PROMPT = list(range(1, 301))  # two chunks of 128 and 44 tokens
 
 
-def finished(*received: str, failed: tuple[str, ...] = (), refused: dict | None = None) -> SimpleNamespace:
+def finished(
+    *received: str, failed: tuple[str, ...] = (), refused: dict | None = None
+) -> SimpleNamespace:
     meta = RefusedStores(refused) if refused else None
     return SimpleNamespace(
         finished_recving=set(received), failed_recving=set(failed), kv_connector_worker_meta=meta
@@ -65,7 +67,11 @@ def test_one_failed_rank_is_enough_to_drop_the_rows() -> None:
 
         rig.step({})
 
-        assert (rig.held(), rig.rows(SlotState.COMMITTED), rig.rows(SlotState.RESERVED)) == (0, 0, 0)
+        assert (rig.held(), rig.rows(SlotState.COMMITTED), rig.rows(SlotState.RESERVED)) == (
+            0,
+            0,
+            0,
+        )
 
 
 def test_a_rank_that_could_not_begin_counts_as_done() -> None:
@@ -242,7 +248,9 @@ def test_a_state_whose_tokens_are_still_being_sampled_waits_for_them() -> None:
         (job,) = rig.step({request: 1}).stores
 
         assert [c.runs[0][2].tolist() for c in job.slots if c.group == 1] == [[block]]
-        assert rig.pool.blocks[block].ref_cnt == 2  # the request's, which this test kept, and the copy's
+        assert (
+            rig.pool.blocks[block].ref_cnt == 2
+        )  # the request's, which this test kept, and the copy's
 
 
 @pytest.mark.parametrize("how", ["finish", "preempt"])
@@ -397,7 +405,10 @@ def test_a_load_names_rows_generations_and_blocks() -> None:
         assert [copy.generation for copy in job.slots] == [
             int(rig.arena.hot["generation"][copy.row]) for copy in job.slots
         ]
-        assert [ids.tolist() for c in job.slots for _, _, ids in c.runs] == [tables[0][:4], tables[0][4:]]
+        assert [ids.tolist() for c in job.slots for _, _, ids in c.runs] == [
+            tables[0][:4],
+            tables[0][4:],
+        ]
 
 
 def test_pins_last_until_the_workers_have_reported() -> None:
@@ -564,4 +575,3 @@ def test_a_step_without_a_completed_chunk_costs_next_to_nothing() -> None:
 
         assert rig.client.asked == []
         assert min(took) < 100e-6 + 64 * 1e-6, "the test's own work on 64 requests is counted, too"
-

@@ -61,10 +61,9 @@ def test_every_group_of_an_object_is_needed() -> None:
     plan = plan_of(state(64), state(64))
 
     assert storable(plan, plan.groups[0], 0, [[0, 5], [0, 6]], {(0, 128): 5}) is None
-    assert blocks(storable(plan, plan.groups[0], 0, [[0, 5], [0, 6]], {(0, 128): 5, (1, 128): 6})) == [
-        (0, 0, [5]),
-        (1, 0, [6]),
-    ]
+    assert blocks(
+        storable(plan, plan.groups[0], 0, [[0, 5], [0, 6]], {(0, 128): 5, (1, 128): 6})
+    ) == [(0, 0, [5]), (1, 0, [6])]
 
 
 def test_a_candidate_names_all_blocks_to_be_held() -> None:

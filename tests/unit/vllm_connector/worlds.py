@@ -34,7 +34,11 @@ def window(tokens: int, block: int = 32, **more: Any) -> SlidingWindowSpec:
 
 def local(tokens: int, block: int = 32) -> ChunkedLocalAttentionSpec:
     return ChunkedLocalAttentionSpec(
-        block_size=block, num_kv_heads=2, head_size=16, dtype=torch.float32, attention_chunk_size=tokens
+        block_size=block,
+        num_kv_heads=2,
+        head_size=16,
+        dtype=torch.float32,
+        attention_chunk_size=tokens,
     )
 
 
@@ -56,7 +60,9 @@ def uniform(**specs: KVCacheSpec) -> UniformTypeKVCacheSpecs:
     return found
 
 
-def config(*specs: KVCacheSpec, num_blocks: int = 16, layers: int = 2, **more: Any) -> KVCacheConfig:
+def config(
+    *specs: KVCacheSpec, num_blocks: int = 16, layers: int = 2, **more: Any
+) -> KVCacheConfig:
     """One group per spec; the layers of group g are g.0, g.1, …"""
     groups = []
     for g, spec in enumerate(specs):
