@@ -89,14 +89,15 @@ def bad_slabs(geometry: Geometry, slabs: Table) -> Mask:
     fits = (
         (slots > 0) & (slots <= room // np.maximum(size, 1)) & (slots <= m * geometry.rows_per_slab)
     )
-    head = slabs[np.where(inside, first, 0)]
+    at = np.where(inside, first, 0)
+    head = slabs[at]
     same = (head["extent_slabs"] == m) & (head["first"] == first)
     same &= (head["slot_bytes"] == size) & (head["slots"] == slots)
     good = ~bound | (inside & cut & fits & same)
     # An extent needs all its slabs: count those that point to each head.
     heads = first[good & bound]
     counted = np.bincount(heads, minlength=n) if len(heads) else np.zeros(n, np.int64)
-    good[bound & inside] &= (counted[first] == m)[bound & inside]
+    good[bound & inside] &= (counted[at] == m)[bound & inside]
     bad: Mask = ~good
     return bad
 

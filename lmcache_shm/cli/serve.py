@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from lmcache_shm.arena.segment import (
     segment_names,
     shm_path,
 )
-from lmcache_shm.catalog.catalog import Catalog
+from lmcache_shm.catalog.catalog import Catalog, CatalogError
 from lmcache_shm.cli.app import CommandError
 from lmcache_shm.cli.figures import size
 from lmcache_shm.config import OPTIONS, Config
@@ -81,8 +82,15 @@ def run(config: Config) -> None:
         stop = threading.Event()
         threads: list[threading.Thread] = []
         try:
-            catalog = Catalog(arena)
-            recovered = catalog.recover() if adopted else None
+            try:
+                catalog = Catalog(arena)
+                recovered = catalog.recover() if adopted else None
+            except CatalogError as error:
+                logger.warning("the arena that is there is not adopted: %s; starting empty", error)
+                arena.unlink()
+                arena.close()
+                arena, _ = open_arena(replace(config, fresh=True))
+                catalog, recovered = Catalog(arena), None
             service = Service(arena, catalog, config)
             arena.set_owner(service.boot)
             serving = Server(service, path)

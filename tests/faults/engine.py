@@ -96,6 +96,7 @@ class Engine:
                 self.counts["operations"] += 1
             else:
                 time.sleep(0.02)  # what an engine computes meanwhile
+                self._replace_dead_workers()
             self.request(self.random.randrange(DOCUMENTS), self.random.randint(1, MAX_CHUNKS))
             if self.random.random() < 0.02:
                 self.client.clear()
@@ -228,13 +229,21 @@ class Engine:
                 if reply["job"] == self.job:
                     return reply
         except (EOFError, OSError):
-            worker.pipe.close()
-            worker.process.wait()
-            self.counts["workers_restarted"] += 1
-            self.workers[rank] = self._start_worker(rank)
+            self._replace(rank)
             return None
         self.counts["stuck"] += 1
         return None
+
+    def _replace_dead_workers(self) -> None:
+        for rank, worker in enumerate(self.workers):
+            if worker.process.poll() is not None:
+                self._replace(rank)
+
+    def _replace(self, rank: int) -> None:
+        self.workers[rank].pipe.close()
+        self.workers[rank].process.wait()
+        self.counts["workers_restarted"] += 1
+        self.workers[rank] = self._start_worker(rank)
 
     # -------------------------------------------------------------------------------------- orders
     def command(self, order: dict[str, Any]) -> dict[str, Any]:

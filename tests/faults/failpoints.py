@@ -10,6 +10,7 @@ import importlib
 import json
 import os
 import signal
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
@@ -57,7 +58,8 @@ def arm(fault: dict[str, Any] | None) -> None:
         if now == fault["when"] and calls == fault["nth"]:
             with open(os.environ[MARKS], "a", encoding="utf-8") as marks:
                 marks.write(json.dumps(fault | {"pid": os.getpid()}) + "\n")
-            os.kill(os.getpid(), SIGNALS[fault["do"]])
+            # To this very thread: a stop sent to the process takes effect when its main thread runs next.
+            signal.pthread_kill(threading.get_ident(), SIGNALS[fault["do"]])
 
     @functools.wraps(original)
     def wrapped(*args: Any, **kwargs: Any) -> Any:

@@ -52,7 +52,8 @@ def provoke(cluster: Cluster, by: str, engine: EngineProcess) -> EngineProcess |
 def lose_scheduler(cluster: Cluster, engine: EngineProcess, *, document: int | None = None) -> int:
     """Kill a scheduler while a worker of it is stopped in the middle of a copy; that worker's pid."""
     before = struck(cluster, STORE)
-    engine.ask(arm=failpoints.spec(STORE, "before", 2, "stop"), rank=0)
+    # The third slot of a job is the second chunk's of the full group: the copy that lands late is in it.
+    engine.ask(arm=failpoints.spec(STORE, "before", 3, "stop"), rank=0)
     if document is None:
         engine.tell(run=100, seconds=20.0)
     else:

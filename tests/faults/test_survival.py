@@ -52,17 +52,18 @@ def test_a_stopped_server_costs_no_request_more_than_the_deadline(instance: str)
     with Cluster(instance) as cluster:
         cluster.start_server()
         cluster.add_engines({}, {})
+        cluster.settle()
         assert cluster.server is not None
         for _ in range(3):
-            unreachable = cluster.total()["unreachable"]
-            cluster.stop(cluster.server.pid, 1.5)
+            goal = [(engine, engine.counts["unreachable"] + 20) for engine in cluster.engines]
+            cluster.stop(cluster.server.pid, 3600)
             cluster.drive(
-                lambda seen=unreachable: cluster.total()["unreachable"] > seen + 20,
-                "requests go on as misses",
+                lambda goal=goal: all(engine.counts["unreachable"] > n for engine, n in goal),
+                "both engines go on, with misses",
             )
-            cluster.settle()
+            cluster.wake(cluster.server.pid)
             cluster.drive(
-                lambda: all(e.reply["up"] for e in cluster.engines), "all are connected again"
+                lambda: all(e.reply["up"] for e in cluster.engines), "both are connected again"
             )
         total = cluster.prove()
         assert total["late"] == 0
@@ -142,15 +143,18 @@ def test_replicas_store_one_copy_and_all_ranks_load_it(instance: str) -> None:
 
 
 def test_a_request_longer_than_the_arena_keeps_its_beginning(instance: str) -> None:
-    """Forty chunks of four ranks; the arena has room for about thirty."""
+    """Forty chunks of eight ranks, four at a time; the arena has room for about fifteen."""
     with Cluster(instance) as cluster:
         cluster.start_server()
-        (engine,) = cluster.add_engines({"world": 4})
-        stored = engine.ask(document=1, chunks=40)["stored"]
-        assert 20 <= stored < 40
+        (engine,) = cluster.add_engines({"world": 8})
+        for chunks in range(4, 44, 4):
+            engine.tell(document=1, chunks=chunks)
+        engine.answer()
         assert engine.counts["full"] > 0
-        # Found up to where both groups of a chunk are there.
-        assert 15 <= engine.ask(document=1, chunks=40, look=True)["hit"] <= stored
+        # Found up to where both groups of a chunk are there; nothing is pinned for ever, others find room.
+        assert 1 <= engine.ask(document=1, chunks=40, look=True)["hit"] <= 20
+        assert engine.ask(document=5, chunks=4)["stored"] == 4
+        assert engine.ask(document=5, chunks=4, look=True)["hit"] == 4
         assert engine.counts["wrong"] == 0
         cluster.prove()
 
@@ -207,7 +211,7 @@ def test_what_is_damaged_while_no_server_runs_is_never_served(instance: str, wha
             assert adopted["damaged"] == 10
             assert adopted["slots"] == committed - 10
         else:
-            assert status["server"]["adopted"] is None
+            assert status["server"]["adopted"]["slots"] == 0
             assert "is not adopted" in log
         assert engine.ask(wait_up=20.0)["up"]
         for document in range(0, 20, 4):
