@@ -55,10 +55,10 @@ def lose_scheduler(cluster: Cluster, engine: EngineProcess, *, document: int | N
     # The third slot of a job is the second chunk's of the full group: the copy that lands late is in it.
     engine.ask(arm=failpoints.spec(STORE, "before", 3, "stop"), rank=0)
     if document is None:
-        engine.tell(run=100, seconds=20.0)
+        cluster.drive(lambda: struck(cluster, STORE) > before, "a worker stopped in a store")
     else:
         engine.tell(document=document, chunks=5)
-    until(lambda: struck(cluster, STORE) > before, "a worker stopped in a store")
+        until(lambda: struck(cluster, STORE) > before, "a worker stopped in a store")
     pid = int(cluster.struck()[-1]["pid"])
     engine.process.send_signal(signal.SIGKILL)
     engine.process.wait()
