@@ -103,6 +103,8 @@ class Soak:
             ] += 1
         elif kind == "lose":
             cluster.settle()
+            cluster.drive(lambda: all(e.reply["up"] for e in cluster.engines), "all are connected")
+            cluster.settle()
             lose_scheduler(cluster, self.random.choice(cluster.engines))
             self.faults["scheduler killed while its worker was stopped in a copy"] += 1
         else:

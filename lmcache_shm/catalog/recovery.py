@@ -21,10 +21,11 @@ def recover(slots: Slots) -> dict[str, int]:
     wrong = misplaced(geometry, cold, slabs)
     in_use = state >= SlotState.RESERVED
     damaged = in_use & (wrong | ~bound | (state > SlotState.QUARANTINED))
-    committed = _sound_rows(slots, (state == SlotState.COMMITTED) & ~damaged)
-    damaged |= (state == SlotState.COMMITTED) & ~committed
-    # Cleared while pinned: whoever held the pin is gone with the old server's connections.
-    committed &= hot["flags"] & FLAG_DROP == 0
+    # Cleared while pinned: whoever held the pin is gone with the old server's connections. Not looked at any
+    # further: the same key may have been stored anew since.
+    cleared = (state == SlotState.COMMITTED) & (hot["flags"] & FLAG_DROP != 0)
+    committed = _sound_rows(slots, (state == SlotState.COMMITTED) & ~damaged & ~cleared)
+    damaged |= (state == SlotState.COMMITTED) & ~committed & ~cleared
     held = ((state == SlotState.RESERVED) | (state == SlotState.QUARANTINED)) & ~damaged
     quarantined = held & _may_be_written(slots)
     _rewrite(slots, committed, quarantined, bound)

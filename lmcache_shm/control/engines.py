@@ -30,6 +30,14 @@ SCHEDULER = -1
 """Rank under which the scheduler's process is written down."""
 
 
+def check_shape(world: int, replicas: int) -> None:
+    """Raises Denied for a number of workers that no engine has."""
+    if not 1 <= world <= MAX_RANKS:
+        raise Denied("limit", f"{world} workers; an engine may have 1 to {MAX_RANKS}")
+    if replicas < 1 or world % replicas:
+        raise Denied("invalid", f"{replicas} replicas do not divide {world} workers")
+
+
 class Worker:
     """A rank that holds its connection open."""
 
@@ -89,14 +97,9 @@ class Engines:
     # ------------------------------------------------------------------------------- coming
     def attach(self, session: Session, request: AttachWorker) -> int:
         """A worker comes (again): the index of its engine. Raises Denied."""
-        if not 1 <= request.world <= MAX_RANKS:
-            raise Denied("limit", f"{request.world} workers; an engine may have 1 to {MAX_RANKS}")
+        check_shape(request.world, request.replicas)
         if not 0 <= request.rank < request.world:
             raise Denied("invalid", f"rank {request.rank} of {request.world} workers")
-        if request.replicas < 1 or request.world % request.replicas:
-            raise Denied(
-                "invalid", f"{request.replicas} replicas do not divide {request.world} workers"
-            )
         if not 1 <= len(request.region_bytes) <= MAX_GROUPS:
             raise Denied(
                 "limit", f"{len(request.region_bytes)} object groups; 1 to {MAX_GROUPS} are allowed"

@@ -7,7 +7,7 @@ import numpy as np
 from lmcache_shm.arena.layout import SlotState
 from lmcache_shm.catalog.catalog import GroupSpec
 from lmcache_shm.catalog.hits import ChunkedLocal, Full, Recurrent, Rule, Window
-from lmcache_shm.control.engines import MAX_GROUPS, Engine
+from lmcache_shm.control.engines import MAX_GROUPS, Engine, check_shape
 from lmcache_shm.control.geometry import SlotGeometry, checks_number, slot_geometry, token_area
 from lmcache_shm.control.messages import GroupInfo, Register, Registered
 from lmcache_shm.control.session import Denied, Session
@@ -69,6 +69,7 @@ def register(service: "Service", session: Session, request: Register) -> Registe
 def _check(service: "Service", session: Session, request: Register) -> None:
     if session.namespace >= 0:
         raise Denied("invalid", "this connection has registered before")
+    check_shape(request.world, request.replicas)
     if not 1 <= len(request.groups) <= MAX_GROUPS:
         raise Denied("limit", f"{len(request.groups)} object groups; 1 to {MAX_GROUPS} are allowed")
     if not 0 < len(request.descriptor) <= MAX_DESCRIPTOR:

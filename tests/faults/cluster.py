@@ -221,26 +221,34 @@ class Cluster:
         if status is not None and status["server"]["adopted"]:
             self.kept.append((before, status["server"]["adopted"]["slots"]))
 
-    def drive(self, over: Callable[[], bool], what: str, seconds: float = WAIT_S) -> None:
+    def drive(self, over: Callable[[], Any], what: str, seconds: float = WAIT_S) -> None:
         """All engines work side by side, and what is dead or stopped is tended, until `over`."""
+        assert self.work(over, seconds), f"not within {seconds} s: {what}; {dict(self.total())}"
+
+    def work(self, over: Callable[[], Any], seconds: float) -> bool:
+        """The same, for so long at most; whether it was `over`."""
         end = time.monotonic() + seconds
         while not over():
-            assert time.monotonic() < end, f"not within {seconds} s: {what}; {dict(self.total())}"
+            if time.monotonic() > end:
+                return False
             self.attend()
             for engine in self.engines:
                 if engine.asked == 0:
                     engine.tell(run=2, seconds=0.5)
-            self._collect(0.02)
+            self.collect(0.02)
+        return True
 
     def settle(self) -> None:
         """Let the engines finish what they are at; tend what is dead or stopped."""
         end = time.monotonic() + WAIT_S
+        self.attend()
         while self._stopped or any(engine.asked for engine in self.engines):
             assert time.monotonic() < end, "engines do not come to an end"
+            self.collect(0.02)
             self.attend()
-            self._collect(0.02)
 
-    def _collect(self, seconds: float) -> None:
+    def collect(self, seconds: float) -> None:
+        """Take answers of engines, waiting so long for the first."""
         fds = {engine.fd: engine for engine in self.engines if engine.asked}
         ready, _, _ = select.select(list(fds), [], [], seconds)
         for fd in ready:

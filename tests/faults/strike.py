@@ -1,6 +1,7 @@
 """Strike one process at one step, under load, and see everybody recover."""
 
 import signal
+from typing import Any
 
 from tests.faults import failpoints
 from tests.faults.cluster import Cluster, until
@@ -8,14 +9,30 @@ from tests.faults.engines import EngineProcess
 from tests.faults.points import TRANSFER, Point
 
 STORE = TRANSFER + "strided:BundleCopier.store"
+ATTEMPTS = 4
+"""What is armed may have been killed, or cut off from the server, by the fault before."""
+ATTEMPT_S = 12.0
 
 
 def strike(cluster: Cluster, point: Point, when: str, do: str) -> None:
     """Arm it, bring it about, go on until it has struck: a test of nothing must not pass."""
     fault = failpoints.spec(point.at, when, point.nth, do)
     before = struck(cluster, point.at)
-    cluster.settle()
-    victim = cluster.engines[0]
+    for _ in range(ATTEMPTS):
+        cluster.settle()
+        victim = cluster.engines[0]
+        arm(cluster, victim, point, fault)
+        guest = provoke(cluster, point.by, victim)
+        done = cluster.work(lambda: struck(cluster, point.at) > before, ATTEMPT_S)
+        if guest is not None:
+            cluster.settle()
+            cluster.dismiss(guest)
+        if done:
+            return
+    raise AssertionError(f"never reached: {when} {point.at}; {dict(cluster.total())}")
+
+
+def arm(cluster: Cluster, victim: EngineProcess, point: Point, fault: dict[str, Any]) -> None:
     if point.process == "restart":
         cluster.kill_server()
         cluster.start_server(fault)
@@ -25,11 +42,6 @@ def strike(cluster: Cluster, point: Point, when: str, do: str) -> None:
         victim.tell(arm=fault)
     else:
         victim.tell(arm=fault, rank=int(victim.options["world"]) - 1)
-    guest = provoke(cluster, point.by, victim)
-    cluster.drive(lambda: struck(cluster, point.at) > before, f"{when} {point.at}", 30)
-    if guest is not None:
-        cluster.settle()
-        cluster.dismiss(guest)
 
 
 def struck(cluster: Cluster, at: str) -> int:

@@ -59,13 +59,7 @@ def test_a_load_that_is_late_because_the_server_was_killed_is_not_believed(
             assert counts["wrong"] > 0
 
 
-# Known gap: without quarantine the late copy should be seen as wrong bytes, but on a busy machine it was not.
-NO_QUARANTINE = pytest.param(
-    False, id="control", marks=pytest.mark.xfail(reason="the late copy is not seen yet", strict=False)
-)
-
-
-@pytest.mark.parametrize("protected", [pytest.param(True, id="protected"), NO_QUARANTINE])
+@pytest.mark.parametrize("protected", [True, False], ids=["protected", "control"])
 def test_a_store_that_is_late_because_its_scheduler_was_killed_lands_in_quarantine(
     instance: str, protected: bool
 ) -> None:

@@ -221,6 +221,21 @@ def test_workers_of_impossible_shape_are_refused(lasting, rank, world, replicas,
         c.call(AttachWorker("odd", rank, world, replicas, regions), Attached)
 
 
+@pytest.mark.parametrize(
+    ("world", "replicas"), [(0, 1), (-1, -2), (17, 1), (2**31 - 1, 1), (2**40, 1), (4, 3), (4, 0)]
+)
+def test_schedulers_of_impossible_shape_are_refused(lasting, world, replicas):
+    """Without a worker there is nothing to compare with; two billion missing ranks must not be listed."""
+    with (
+        contextlib.closing(
+            Connection.open(lasting.path, Hello(PROTOCOL, "scheduler", "odd"), WAIT_S)
+        ) as c,
+        pytest.raises(Refused, match="workers") as refusal,
+    ):
+        c.call(registration("odd", world, replicas=replicas), Registered)
+    assert refusal.value.code in {"limit", "invalid"}
+
+
 def test_workers_and_scheduler_must_agree(lasting):
     with contextlib.ExitStack() as stack:
         worker = Connection.open(lasting.path, Hello(PROTOCOL, "worker", "odd"), WAIT_S)

@@ -148,6 +148,21 @@ def test_cleared_slots_stay_cleared(arena):
     assert arena.hot["state"].max() == SlotState.UNUSED
 
 
+def test_what_was_stored_anew_after_a_clear_stays(arena):
+    """The cleared slots are still pinned, and so still in the table, when the same keys are stored again."""
+    catalog, prefix = filled(arena)
+    before = catalog.acquire(1, prefix.keys, 0, 9 * CHUNK + 1)
+    catalog.clear(1)
+    space = catalog.register(b"m", GROUPS)
+    catalog.commit(reserve(catalog, space, prefix, range(4)))
+
+    catalog, found = restarted(arena)
+
+    assert (found["slots"], found["damaged"]) == (4, 0)
+    assert found["dropped"] == sum(map(len, before.rows))
+    assert catalog.check() == []
+
+
 DAMAGES = {
     "key": lambda hot, cold, row: cold["key"].__setitem__((row, 0), 1234567),
     "parent": lambda hot, cold, row: cold["parent"].__setitem__((row, 1), 1234567),
