@@ -21,12 +21,12 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from lmcache_shm.config import connector_config
 from lmcache_shm.log import NAME
-from lmcache_shm.vllm.layouts import WorkerFacts
+from lmcache_shm.vllm.layouts import WorkerFacts, layer_backends
 from lmcache_shm.vllm.metadata import StepMetadata
 from lmcache_shm.vllm.scheduler import SchedulerSide
 from lmcache_shm.vllm.start import Start, world_size
 from lmcache_shm.vllm.stats import ShmPromMetrics, ShmStats
-from lmcache_shm.vllm.worker import WorkerSide, layer_backends
+from lmcache_shm.vllm.worker import WorkerSide
 
 log = logging.getLogger(NAME)
 
@@ -86,22 +86,32 @@ class LMCacheShmConnector(KVConnectorBase_V1, SupportsHMA):
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        return self.side.matched_tokens(request, num_computed_tokens)
+        answer: tuple[int | None, bool] = 0, False
+        with self.side.survives("a lookup"):
+            answer = self.side.matched_tokens(request, num_computed_tokens)
+        return answer  # noqa: RET504  (the block may end before it has one)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        tables = blocks.get_block_ids() if num_external_tokens else ()
-        self.side.allocated(request, tables, num_external_tokens)
+        planned = False
+        with self.side.survives("planning a load"):
+            tables = blocks.get_block_ids() if num_external_tokens else ()
+            self.side.allocated(request, tables, num_external_tokens)
+            planned = True
+        if num_external_tokens and not planned:
+            self.side.doom(request, "an error, see above")
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         return self.side.build_metadata(scheduler_output)
 
     def update_connector_output(self, connector_output: Any) -> None:
-        self.side.output(connector_output)
+        with self.side.survives("taking the workers' reports"):
+            self.side.output(connector_output)
 
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        self.side.request_finished(request)
+        with self.side.survives("forgetting a request"):
+            self.side.request_finished(request)
         return False, None  # blocks that are still being copied are held in the block pool
 
     def has_pending_block_frees(self) -> bool:

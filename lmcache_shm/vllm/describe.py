@@ -22,6 +22,7 @@ _NOT_THE_MODEL = {"_name_or_path", "transformers_version", "_commit_hash"}
 _SNAPSHOT = re.compile(r"models--(.+?)--(.+?)/snapshots/([0-9a-f]{40})/?$")
 _COMMIT = re.compile(r"/snapshots/([0-9a-f]{40})/")
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
+_DRAFTS_WITHOUT_A_MODEL = {"ngram", "ngram_gpu", "suffix"}
 # Rotary embeddings whose angles depend on the longest sequence that the engine allows.
 _LENGTH_DEPENDENT = {"longrope", "su", "dynamic"}
 
@@ -92,15 +93,13 @@ def _worker_facts(workers: Sequence[WorkerFacts]) -> dict[str, Any]:
 
 
 def _speculative_facts(vllm_config: Any) -> dict[str, Any] | None:
+    """The model that drafts, if one does: its layers may be in the KV cache groups, too."""
     spec = vllm_config.speculative_config
-    if spec is None:
+    if spec is None or str(spec.method) in _DRAFTS_WITHOUT_A_MODEL:
         return None
     draft = getattr(spec, "draft_model_config", None)
-    return {
-        "method": str(spec.method),
-        "model": identity_of(draft.model, draft.revision) if draft is not None else None,
-        "tokens": spec.num_speculative_tokens,
-    }
+    told: dict[str, Any] = {"method": str(spec.method), "tokens": spec.num_speculative_tokens}
+    return told | (_weights_facts(draft, vllm_config.load_config) if draft is not None else {})
 
 
 # ------------------------------------------------------------------------------------- the model
@@ -108,16 +107,23 @@ def model_facts(vllm_config: Any) -> dict[str, Any]:
     """Which weights, in which types, computing with which configuration."""
     model = vllm_config.model_config
     config = model.hf_config.to_dict()
-    known = {name: value for name, value in config.items() if name not in _NOT_THE_MODEL}
-    load_format = str(getattr(vllm_config.load_config, "load_format", "auto")).rpartition(".")[2]
     told = {
         "dtype": str(model.dtype),
         "quantization": str(model.quantization),
-        "config": _digest(json.dumps(known, sort_keys=True, default=str)),
+        **_weights_facts(model, vllm_config.load_config),
     }
     rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
     if _LENGTH_DEPENDENT & {str(value) for value in rope.values() if isinstance(value, str)}:
         told["max_model_len"] = model.max_model_len
+    return told
+
+
+def _weights_facts(model: Any, load_config: Any) -> dict[str, Any]:
+    """What a ModelConfig computes with."""
+    config = model.hf_config.to_dict()
+    known = {name: value for name, value in config.items() if name not in _NOT_THE_MODEL}
+    told = {"config": _digest(json.dumps(known, sort_keys=True, default=str))}
+    load_format = str(getattr(load_config, "load_format", "auto")).rpartition(".")[2]
     if load_format.lower() == "dummy":
         # Made up from the configuration and the seed; where the configuration lies does not matter.
         return told | {"weights": "dummy", "seed": model.seed}

@@ -144,6 +144,17 @@ def worker_facts(
     return facts
 
 
+def layer_backends(vllm_config: Any, layers: Iterable[str]) -> dict[str, str]:
+    """Layer → name of its attention backend, for layers that say so."""
+    context = vllm_config.compilation_config.static_forward_context
+    found = {}
+    for name in layers:
+        backend = getattr(context.get(name), "get_attn_backend", None)
+        if backend is not None:
+            found[name] = str(backend().get_name())
+    return found
+
+
 def _form(tensor: Any) -> str:
     """How the bytes of a block are to be read, independent of where they are and of how many there are."""
     return f"{tensor.dtype}{list(tensor.shape[1:])}{list(tensor.stride()[1:])}"

@@ -71,9 +71,9 @@ class StepMetadata(KVConnectorMetadata):
 
 @dataclass
 class RefusedStores(KVConnectorWorkerMetadata):
-    """Store jobs that ranks did not even begin because the arena is not the one they have mapped.
+    """Store jobs that ranks did not even begin, mostly because the arena is not the one they have mapped.
 
-    Such a job has no board to be reported on. `ranks`: job → ranks that refused it.
+    Such a job may have no board to be reported on. `ranks`: job → ranks that refused it.
     """
 
     ranks: dict[int, set[int]] = field(default_factory=dict)

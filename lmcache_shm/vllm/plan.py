@@ -93,6 +93,16 @@ def make_plan(
     return CachePlan(size, _object_groups(parts, separate=separate), tuple(ignored))
 
 
+def chosen_chunk_size(server: int, engine: int) -> int:
+    """Tokens per chunk that were asked for, 0 for auto. Raises ModelError if the two sides disagree."""
+    if server and engine and server != engine:
+        raise ModelError(
+            f"the server caches chunks of {server} tokens, lmcache_shm.chunk_size asks for {engine}; "
+            "leave it out, or give the server the same --chunk-size (or auto)"
+        )
+    return server or engine
+
+
 def admissible_sizes(groups: Sequence[KVGroup]) -> list[int]:
     """The smallest chunk sizes that fit the groups, at most 4096 / N of them, but at least SHOWN if there are."""
     unit = unified_block_size(groups)

@@ -6,14 +6,16 @@ request, at most one per step; nothing waits longer than the deadline, and nothi
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from lmcache_shm.vllm.book import Settlement, StoreBook
 from lmcache_shm.vllm.epoch import Epoch
+from lmcache_shm.vllm.loading import Loading
 from lmcache_shm.vllm.loads import CannotLoad, plan_load
 from lmcache_shm.vllm.lookup import Hit, look_up
-from lmcache_shm.vllm.metadata import Job, RefusedStores, SlotCopy, StepMetadata
+from lmcache_shm.vllm.metadata import RefusedStores, StepMetadata
 from lmcache_shm.vllm.parking import Parking
 from lmcache_shm.vllm.planner import StorePlanner
 from lmcache_shm.vllm.requests import RequestState
@@ -29,16 +31,6 @@ SETTLE_S = 10.0
 """A reset of the prefix cache, or the end, waits this long for stores that are underway."""
 
 
-class Load:
-    """A load that workers were told to do: the lease lives until all of them have reported."""
-
-    __slots__ = ("hit", "job")
-
-    def __init__(self, job: int, hit: Hit) -> None:
-        self.job = job
-        self.hit = hit
-
-
 class SchedulerSide:
     """One per engine. `start` is open already."""
 
@@ -52,11 +44,7 @@ class SchedulerSide:
         self.parking = Parking(start.vllm_config, start.groups, len(start.ignored))
         self.pool: Any = None
         self._requests: dict[str, RequestState] = {}
-        self._loads: dict[str, Load] = {}
-        self._next_load = -1
-        self._planned: list[tuple[Job, Epoch]] = []
-        self._doomed: list[str] = []
-        self._cancelled: list[int] = []
+        self._loading = Loading(self.counts)
         self._recomputing: set[str] = set()
         """Requests whose load failed, and that were not scheduled again since."""
         self._clear_first = False
@@ -92,7 +80,7 @@ class SchedulerSide:
             return NOTHING
         state.rewind()
         state.prefix_tokens = local_tokens
-        if request.skip_reading_prefix_cache or state.no_external:
+        if request.skip_reading_prefix_cache or state.no_external or not self.start.reads:
             return NOTHING
         if self._recomputing and request.request_id not in self._recomputing:
             # vLLM sets blocks aside for those whose load failed before it begins another load, and this
@@ -154,8 +142,8 @@ class SchedulerSide:
         req_id, hit = request.request_id, state.hit
         held = hit.local_tokens if hit is not None else 0
         self.parking.enter(req_id, request.num_tokens, held + external_tokens, tables, self._null)
-        if hit is None or req_id in self._loads:
-            self._doom(state, "nothing was offered")
+        if hit is None or req_id in self._loading:
+            self.doom(request, "nothing was offered")
             return
         state.hit = None
         state.prefix_tokens = total = hit.local_tokens + external_tokens
@@ -165,26 +153,14 @@ class SchedulerSide:
             )
         except CannotLoad as error:
             self.book.give_back(hit.lease)
-            self._doom(state, str(error))
+            self.doom(request, str(error))
             return
-        cold = hit.epoch.arena.cold
-        copies = []
-        for group, chunk, runs in slots:
-            i = chunk - hit.first[group]
-            row = int(hit.rows[group][i])
-            offset = int(cold["offset"][row])
-            copies.append(SlotCopy(row, offset, int(hit.generations[group][i]), group, runs))
-        job = Job(self._next_load, hit.epoch.arena_id, copies, req_id)
-        self._next_load -= 1
-        self._loads[req_id] = Load(job.id, hit)
-        self._planned.append((job, hit.epoch))
+        self._loading.begin(req_id, hit, slots)
 
-    def _doom(self, state: RequestState, why: str) -> None:
-        """Report this load as failed: vLLM waits for it and will compute the tokens."""
-        log.warning("lmcache_shm: a load of %s cannot be done: %s", state.request.request_id, why)
-        self.counts.add("loads_failed.plan")
-        state.no_external = True
-        self._doomed.append(state.request.request_id)
+    def doom(self, request: Any, why: str) -> None:
+        """This load cannot be done; vLLM waits for it."""
+        self.on_new_request(request).no_external = True
+        self._loading.doom(request.request_id, why)
 
     def request_finished(self, request: Any) -> None:
         self._recomputing.discard(request.request_id)
@@ -192,19 +168,27 @@ class SchedulerSide:
         if state is not None:
             self._drop_hit(state)
             self._drop_states(state)
-        if request.request_id not in self._loads:
+        if request.request_id not in self._loading:
             self.parking.leave(request.request_id)
 
     # ------------------------------------------------------------------------------------ steps
     def build_metadata(self, output: Any) -> StepMetadata:
         """Plan this step's stores, settle what has ended, one round trip if anything is to be said."""
         meta = StepMetadata()
-        for job, of in self._planned:
-            meta.loads.append(job)
-            meta.places[of.arena_id] = of.place
-        meta.doomed, self._doomed = self._doomed, []
-        meta.cancelled, self._cancelled = self._cancelled, []
-        self._planned = []
+        self._loading.tell(meta)
+        with self.survives("planning stores"):  # the loads go on their way in any case
+            self._follow(output)
+            epoch = self._current()
+            self.settler.stepped()
+            with self.settler.exchange:
+                message = self.book.settle(self.start.latest)
+                self._release_blocks()
+                self._store(output, epoch, message, meta)
+        self.settler.wake()
+        return meta
+
+    def _follow(self, output: Any) -> None:
+        """Who was preempted, who runs now."""
         for req_id in output.preempted_req_ids or ():
             if req_id in self._requests:
                 self._drop_states(self._requests[req_id])
@@ -212,24 +196,21 @@ class SchedulerSide:
             for req_id in output.num_scheduled_tokens:
                 self.parking.leave(req_id)
                 self._recomputing.discard(req_id)
-        epoch = self._current()
-        self.settler.stepped()
-        with self.settler.exchange:
-            message = self.book.settle(self.start.latest)
-            self._release_blocks()
-            try:
-                self._store(output, epoch, message, meta)
-            except Exception:
-                log.exception("lmcache_shm: planning stores failed; this step stores nothing")
-                self.counts.add("errors")
-        self.settler.wake()
-        return meta
+
+    @contextmanager
+    def survives(self, what: str) -> Iterator[None]:
+        """A bug of ours must cost a hit and not the engine."""
+        try:
+            yield
+        except Exception:
+            log.exception("lmcache_shm: %s failed", what)
+            self.counts.add("errors")
 
     def _store(
         self, output: Any, epoch: Epoch | None, message: Settlement, meta: StepMetadata
     ) -> None:
         batch = None
-        if epoch is not None:
+        if epoch is not None and self.start.writes:
             batch = self.planner.plan(output, epoch, self._requests, self.pool)
         if batch is None:
             if message:
@@ -253,9 +234,9 @@ class SchedulerSide:
         """What the workers report with a step: ended loads, stores that could not begin."""
         failed = connector_output.failed_recving or ()
         for req_id in connector_output.finished_recving or ():
-            load = self._loads.pop(req_id, None)
-            if load is not None:
-                self.book.give_back(load.hit.lease)
+            hit = self._loading.ended(req_id)
+            if hit is not None:
+                self.book.give_back(hit.lease)
             state = self._requests.get(req_id)
             if req_id in failed:
                 self.counts.add("requests_recomputed")
@@ -277,18 +258,22 @@ class SchedulerSide:
 
     def has_pending_work(self) -> bool:
         """Whether the engine should go on stepping: copies are underway, or blocks wait to be released."""
-        return self.book.holding or bool(self._cancelled)
+        return self.book.holding or self._loading.cancelling
 
     # ------------------------------------------------------------------------------------- cache
     def bind(self, manager: Any) -> None:
         """Take references in this manager's block pool; let its reset wait for copies that are underway.
 
-        Whenever vLLM asks how many blocks are free, those of ended copies are given back first: so an
-        idle engine needs no step for it, and nobody is preempted for blocks that nobody needs.
+        Before vLLM allocates blocks or counts free ones, those of ended copies are given back: so an idle
+        engine needs no step for it, and nobody is preempted for blocks that nobody needs. Never *while* it
+        allocates: it counts the blocks of a prefix that become unavailable, then the free ones, and a
+        block that is freed in between would be available twice.
         """
         self.pool = manager.block_pool
         self._null = self.pool.null_block.block_id
         reset, count = manager.reset_prefix_cache, self.pool.get_num_free_blocks
+        allocate = manager.allocate_slots
+        allocating = False
 
         def reset_when_settled() -> bool:
             self.wait_settled(SETTLE_S)
@@ -296,16 +281,26 @@ class SchedulerSide:
             return not self._local_outdated
 
         def count_when_released() -> int:
-            self._release_blocks()
+            if not allocating:
+                self._release_blocks()
             return int(count())
 
+        def allocate_when_released(*args: Any, **options: Any) -> Any:
+            nonlocal allocating
+            self._release_blocks()
+            allocating = True
+            try:
+                return allocate(*args, **options)
+            finally:
+                allocating = False
+
         manager.reset_prefix_cache = reset_when_settled
+        manager.allocate_slots = allocate_when_released
         self.pool.get_num_free_blocks = count_when_released
 
     def reset(self) -> bool:
         """Forget the namespace (weights have changed); nothing computed before may be stored or served."""
-        for load in self._loads.values():
-            self._cancelled.append(load.job)
+        self._loading.cancel()
         for state in self._requests.values():
             self._drop_hit(state)
             state.outdated = True
@@ -335,7 +330,8 @@ class SchedulerSide:
 
     def close(self) -> None:
         """Settle what can be settled, then say goodbye."""
-        self.wait_settled(SETTLE_S / 2)
+        if self.client.up:
+            self.wait_settled(SETTLE_S / 2)
         self.settler.close()
         self.start.close()
 

@@ -20,13 +20,13 @@ from lmcache_shm.vllm.describe import descriptor
 from lmcache_shm.vllm.epoch import Epoch
 from lmcache_shm.vllm.groups import ModelError, kv_groups
 from lmcache_shm.vllm.layouts import WorkerFacts
-from lmcache_shm.vllm.plan import CachePlan, check_recurrent, make_plan
+from lmcache_shm.vllm.plan import CachePlan, check_recurrent, chosen_chunk_size, make_plan
 
 log = logging.getLogger("lmcache_shm")
 
 HELLO_S = 2.0
 """A server whose socket is there has this long to answer at engine start."""
-READY_S = 30.0
+READY_S = 10.0
 """And this long, once it has answered and all workers are up, to register the engine."""
 
 
@@ -53,6 +53,9 @@ class Start:
         self.latest: Epoch | None = None
         """The last epoch there was, also when its server is gone. Any thread."""
         self.speculative = vllm_config.speculative_config is not None
+        transfer = vllm_config.kv_transfer_config
+        self.reads, self.writes = transfer.is_kv_consumer, transfer.is_kv_producer
+        """What the engine's kv_role allows."""
         self._logged: CachePlan | None = None
 
     def open(self) -> None:
@@ -98,7 +101,7 @@ class Start:
 
     def plan_for(self, hello: HelloReply) -> CachePlan:
         """The plan under this server's options. Raises ModelError."""
-        wanted = hello.chunk_size or self.config.chunk_size
+        wanted = chosen_chunk_size(hello.chunk_size, self.config.chunk_size)
         return make_plan(self.groups, self.ignored, wanted, separate=hello.separate)
 
     # ------------------------------------------------------------------ in the client's thread

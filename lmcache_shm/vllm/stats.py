@@ -3,6 +3,7 @@
 A counter's name is ``family`` or ``family.reason``; `FAMILIES` says what the families mean.
 """
 
+import threading
 from collections import Counter
 from typing import Any
 
@@ -32,16 +33,18 @@ FAMILIES = {
 
 
 class Counts:
-    """What happened since the last `take`."""
+    """What happened since the last `take`. Thread-safe: copies end in threads of their own."""
 
     def __init__(self) -> None:
+        self._lock = threading.Lock()
         self._since: Counter[str] = Counter()
         self.total: Counter[str] = Counter()
 
     def add(self, name: str, n: float = 1) -> None:
         if n > 0:
-            self._since[name] += n  # type: ignore[assignment]  # seconds are no whole numbers
-            self.total[name] += n  # type: ignore[assignment]
+            with self._lock:
+                self._since[name] += n  # type: ignore[assignment]  # seconds are no whole numbers
+                self.total[name] += n  # type: ignore[assignment]
 
     def lookup(self, asked: int, found: int) -> None:
         """A lookup for `asked` tokens found the first `found` of them."""
@@ -52,9 +55,9 @@ class Counts:
         """The counts since the last call, None if there are none."""
         if not self._since:
             return None
-        stats = ShmStats(data={"counts": dict(self._since)})
-        self._since = Counter()
-        return stats
+        with self._lock:
+            since, self._since = self._since, Counter()
+        return ShmStats(data={"counts": dict(since)})
 
 
 class ShmStats(KVConnectorStats):

@@ -8,22 +8,17 @@ are reported to vLLM with the next step.
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 from typing import Any
 
 from lmcache_shm.arena.layout import RING
 from lmcache_shm.arena.segment import Arena
 from lmcache_shm.config import Config
-from lmcache_shm.control.client import WorkerClient
-from lmcache_shm.control.connection import Connection
 from lmcache_shm.control.messages import HelloReply
-from lmcache_shm.transfer.engine import CopyItem, CopyJob, JobResult, PageRun, TransferEngine
+from lmcache_shm.transfer.engine import CopyItem, CopyJob, JobResult, PageRun
 from lmcache_shm.transfer.pages import GroupPages
 from lmcache_shm.transfer.select import open_engine
 from lmcache_shm.vllm.groups import kv_groups
 from lmcache_shm.vllm.layouts import (
-    RankLayout,
     WorkerFacts,
     pages_by_group,
     rank_layout,
@@ -31,7 +26,8 @@ from lmcache_shm.vllm.layouts import (
     worker_facts,
 )
 from lmcache_shm.vllm.metadata import Job, Place, RefusedStores, SlotCopy, StepMetadata
-from lmcache_shm.vllm.plan import CachePlan, make_plan
+from lmcache_shm.vllm.mount import Attachment, Mount
+from lmcache_shm.vllm.plan import chosen_chunk_size, make_plan
 from lmcache_shm.vllm.start import engine_id
 from lmcache_shm.vllm.stats import Counts
 
@@ -42,47 +38,6 @@ DRAIN_S = 5.0
 """At the end, stores that are underway get this long."""
 QUIET_S = 30.0
 """Between two lines about the same kind of failed copy."""
-
-
-class Attachment(WorkerClient):
-    """Tells the server that this rank is there. What is wrong, the scheduler side says; this one is silent."""
-
-    def __init__(
-        self,
-        config: Config,
-        engine: str,
-        rank: int,
-        world: int,
-        replicas: int,
-        prepare: Callable[[HelloReply, Arena], list[int]],
-    ) -> None:
-        super().__init__(config, engine, rank, world, replicas, [])
-        self._prepare = prepare
-
-    def _greet(self, connection: Connection) -> None:
-        if self.arena is None:
-            raise ValueError("no arena is mapped")
-        # Before the server knows of us: the first job may come as soon as it does.
-        self._request.region_bytes = self._prepare(connection.hello, self.arena)
-        super()._greet(connection)
-
-    def _say(self, message: str, *, warn: bool = False) -> None:
-        log.debug("lmcache_shm worker: %s", message)
-
-    def _refuse(self, message: str) -> None:
-        self.refusal = message
-        log.debug("lmcache_shm worker: %s", message)
-
-
-@dataclass(eq=False)
-class Mount:
-    """An arena, the engine that copies in it, and the jobs that are underway there."""
-
-    arena: Arena
-    plan: CachePlan
-    layout: RankLayout
-    engine: TransferEngine
-    jobs: dict[int, tuple[Job, Place]] = field(default_factory=dict)
 
 
 class WorkerSide:
@@ -138,7 +93,7 @@ class WorkerSide:
 
     def _prepare(self, hello: HelloReply, arena: Arena) -> list[int]:
         """Be ready to copy in this arena under this server's options; bytes of this rank's regions."""
-        wanted = hello.chunk_size or self.config.chunk_size
+        wanted = chosen_chunk_size(hello.chunk_size, self.config.chunk_size)
         plan = make_plan(self.groups, self.ignored, wanted, separate=hello.separate)
         arena_id = bytes(arena.arena_id)
         mount = self._mounts.get(arena_id)
@@ -158,14 +113,33 @@ class WorkerSide:
             self._loaded += [(req_id, False) for req_id in meta.doomed]
             self._void.update(meta.cancelled)
         for job in meta.loads:
-            self._submit(job, "load", meta.places[job.arena_id], self.config.load_deadline_s)
+            self._try(job, "load", meta.places[job.arena_id], self.config.load_deadline_s)
 
     def start_stores(self, meta: StepMetadata) -> None:
         """Submit this step's stores; they read what this step has written."""
         if not self.writer:
             return  # another rank holds the same bytes, and stores them
         for job in meta.stores:
-            self._submit(job, "store", meta.places[job.arena_id], self.config.store_deadline_s)
+            self._try(job, "store", meta.places[job.arena_id], self.config.store_deadline_s)
+
+    def _try(self, job: Job, kind: Any, place: Place, deadline_s: float) -> None:
+        """Submit; whatever goes wrong, the job gets an answer, and the engine lives."""
+        try:
+            self._submit(job, kind, place, deadline_s)
+        except Exception:
+            log.exception("lmcache_shm: a %s could not be submitted", kind)
+            self.counts.add("errors")
+            mount = self._mounts.get(job.arena_id)
+            if mount is not None and mount.jobs.pop(job.id, None) is not None:
+                self._refuse(job, kind)
+
+    def _refuse(self, job: Job, kind: str) -> None:
+        """It was not even begun."""
+        with self._lock:
+            if kind == "load":
+                self._loaded.append((job.req_id, False))
+            else:
+                self._refused.setdefault(job.id, set()).add(self.rank)
 
     def _submit(self, job: Job, kind: Any, place: Place, deadline_s: float) -> None:
         with self._lock:
@@ -176,18 +150,14 @@ class WorkerSide:
             self._fail(
                 f"{kind}s_failed.arena", "the arena it was planned for is not mapped any more"
             )
-            with self._lock:
-                if kind == "load":
-                    self._loaded.append((job.req_id, False))
-                else:
-                    self._refused.setdefault(job.id, set()).add(self.rank)
+            self._refuse(job, kind)
             return
         items = [
             item for slot in job.slots if (item := self._item(mount, slot, place, kind)) is not None
         ]
         if items:
             copy = CopyJob(job.id, kind, items, deadline_s, job.arena_id)
-            mount.engine.submit(copy, self._device_is_ready())
+            mount.engine.submit(copy)  # on a device it waits for what was launched before
             self._submitted.set()
         else:  # nothing of it lies on this rank
             self._report(mount, JobResult(job.id, kind, ok=True))
@@ -215,17 +185,6 @@ class WorkerSide:
             if checked
             else -1,
         )
-
-    def _device_is_ready(self) -> Any:
-        """An event that comes when the device has done what was submitted so far; None on CPU."""
-        device = self._tensors[0].device
-        if device.type == "cpu":
-            return None
-        import torch  # noqa: PLC0415  (not needed on CPU)
-
-        event = torch.Event(device.type)
-        event.record(torch.accelerator.current_stream(device))
-        return event
 
     # ------------------------------------------------------------------------------------ results
     def results(self) -> tuple[set[str], set[str]]:
@@ -318,14 +277,3 @@ class WorkerSide:
         for mount in list(self._mounts.values()):
             mount.engine.close()
         self._mounts.clear()
-
-
-def layer_backends(vllm_config: Any, layers: Iterable[str]) -> dict[str, str]:
-    """Layer → name of its attention backend, for layers that say so."""
-    context = vllm_config.compilation_config.static_forward_context
-    found = {}
-    for name in layers:
-        backend = getattr(context.get(name), "get_attn_backend", None)
-        if backend is not None:
-            found[name] = str(backend().get_name())
-    return found

@@ -185,6 +185,8 @@ class Cache(Contents):
     # ---------------------------------------------------------------------------- the end
     def drained(self) -> None:
         """Nothing is underway: nothing may be held, and every stored byte is right."""
+        if self.errors.lines:
+            self.oracle.fail("error_logged", "; ".join(self.errors.lines))
         self.oracle.all_free()
         server = self.server
         if server.pins:

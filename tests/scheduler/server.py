@@ -69,6 +69,9 @@ class CacheServer:
     def close(self) -> None:
         if self._thread.is_alive():
             self.stop()
+        for engine in self.service.engines:  # a server's end would close these
+            for _, process in engine.processes.values():
+                process.close()
         self.arena.unlink()
         self.arena.close()
 

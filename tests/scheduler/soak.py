@@ -5,6 +5,7 @@ went before; ``--seed N --schedules 1`` repeats it.
 """
 
 import argparse
+import gc
 import os
 import sys
 import tempfile
@@ -29,7 +30,11 @@ def main() -> int:
     given = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="lmcshm-soak-") as folder:
         os.environ["LMCACHE_SHM_RUNTIME_DIR"] = folder
-        return soak(given)
+        gc.freeze()  # vLLM's modules need not be looked at again and again
+        try:
+            return soak(given)
+        finally:
+            gc.unfreeze()
 
 
 def soak(given: argparse.Namespace) -> int:
@@ -55,6 +60,8 @@ def soak(given: argparse.Namespace) -> int:
             if field.name != "name":
                 totals[field.name] += getattr(outcome, field.name)
         now = time.monotonic()
+        if n % 50 == 0:
+            gc.collect()  # mappings of arenas that are in reference cycles
         if now - last > 30:
             last = now
             print(f"{n + 1} in {now - began:.0f} s: {dict(totals)}", flush=True)

@@ -1,5 +1,6 @@
 """The real connector on both sides of the simulated engine; its copies and threads move when the test says."""
 
+import logging
 import random
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -21,6 +22,18 @@ from tests.scheduler.late import LateEngine, Pace
 from tests.scheduler.server import CacheServer
 
 
+class Errors(logging.Handler):
+    """What our code logs as an error: it survives its own exceptions, so they are only seen there."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.ERROR)
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        trace = f" ({record.exc_info[1]!r})" if record.exc_info else ""
+        self.lines.append(record.getMessage() + trace)
+
+
 class Wiring:
     """Connectors of one engine to `server`."""
 
@@ -38,6 +51,7 @@ class Wiring:
         self.engines: list[LateEngine] = []
         self._patches = ExitStack()
         self._begun = False
+        self.errors = Errors()
 
     def options(self, setup: Setup) -> Mapping[str, Any]:
         return {
@@ -50,6 +64,9 @@ class Wiring:
     def begin(self, engine: Engine) -> None:
         """Before the scheduler is built: from here on copies, reports and settling happen when we say."""
         self.engine, self._begun = engine, True
+        logger = logging.getLogger("lmcache_shm")
+        logger.addHandler(self.errors)
+        self._patches.callback(logger.removeHandler, self.errors)
         self._patches.enter_context(patch.object(worker_module, "open_engine", self._open_engine))
         if not self.own_threads:
             self._patches.enter_context(patch.object(Settler, "_run", lambda settler: None))

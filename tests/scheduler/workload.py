@@ -306,8 +306,10 @@ class Run:
         """POST /reset_prefix_cache, sometimes with everything running and the external cache."""
         rng, scheduler = self.rng, self.engine.scheduler
         self.cache.catch_up()
-        # vLLM itself gives up when a request that is not running, or a step under way, holds blocks.
-        holders = bool(scheduler.kv_holding_waiting) or bool(self.engine.queue)
+        # vLLM itself gives up when blocks are held by a step under way, or by a request that does not run.
+        waiting = bool(scheduler.kv_holding_waiting)
+        aborted = any(request.is_finished() for request in scheduler.requests.values())
+        holders = waiting or aborted or bool(self.engine.queue)
         running = rng.random() < 0.4 and not holders
         external = rng.random() < 0.3
         self.engine.oracle.note(f"reset_prefix_cache running={running} external={external}")

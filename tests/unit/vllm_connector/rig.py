@@ -2,7 +2,7 @@
 
 import itertools
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -99,6 +99,7 @@ class DirectStart:
     def __init__(self, client: DirectClient, epoch: Epoch) -> None:
         self.client, self.latest = client, epoch
         self.speculative = False
+        self.reads = self.writes = True
         self.vllm_config = engine(budget=512)
         self.groups = [part.group for group in epoch.plan.groups for part in group.parts]
         self.ignored: list[Any] = []
@@ -138,7 +139,12 @@ class Rig:
         self.side = SchedulerSide(self.start)  # type: ignore[arg-type]
         self.side.settler.stepped()
         self.pool = BlockPool(blocks, enable_caching=True, hash_block_size=32)
-        self.manager = SimpleNamespace(block_pool=self.pool, reset_prefix_cache=lambda: True)
+        self.manager = SimpleNamespace(
+            block_pool=self.pool,
+            reset_prefix_cache=lambda: True,
+            allocate_slots=lambda: self.allocate(),  # noqa: PLW0108 (tests replace it)
+        )
+        self.allocate: Callable[[], Any] = lambda: None
         self.side.bind(self.manager)
         self.tables: dict[str, list[list[int]]] = {}
 

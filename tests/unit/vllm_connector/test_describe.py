@@ -144,12 +144,22 @@ def test_the_longest_sequence_counts_only_where_angles_depend_on_it() -> None:
 
 def test_a_draft_model_is_part_of_it() -> None:
     speculating = engine()
-    draft = SimpleNamespace(model="org/draft", revision="r")
+    draft = SimpleNamespace(model="org/draft", revision="r", hf_config=HfConfig(), seed=0)
     speculating.speculative_config = SimpleNamespace(
         method="eagle", draft_model_config=draft, num_speculative_tokens=3
     )
 
     assert namespace(speculating) != namespace()
+
+
+def test_drafts_without_a_model_change_no_bytes() -> None:
+    """VLLM names the model itself as the one that drafts."""
+    speculating = engine()
+    speculating.speculative_config = SimpleNamespace(
+        method="ngram", draft_model_config=speculating.model_config, num_speculative_tokens=3
+    )
+
+    assert namespace(speculating) == namespace()
 
 
 # ------------------------------------------------------------------------------------ the weights

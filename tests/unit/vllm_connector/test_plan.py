@@ -4,7 +4,13 @@ import pytest
 
 from lmcache_shm.catalog.hits import Full, Recurrent, Window
 from lmcache_shm.vllm.groups import IgnoredGroup, ModelError
-from lmcache_shm.vllm.plan import admissible_sizes, auto_chunk_size, check_recurrent, make_plan
+from lmcache_shm.vllm.plan import (
+    admissible_sizes,
+    auto_chunk_size,
+    check_recurrent,
+    chosen_chunk_size,
+    make_plan,
+)
 
 from .worlds import engine, full, groups_of, local, state, window
 
@@ -78,6 +84,20 @@ def test_a_model_without_anything_to_cache_is_refused() -> None:
         make_plan([], ignored)
     with pytest.raises(ModelError, match="it has no KV cache"):
         make_plan([])
+
+
+def test_the_server_and_the_engine_must_not_disagree() -> None:
+    assert [chosen_chunk_size(*both) for both in ((0, 0), (256, 0), (0, 512), (64, 64))] == [
+        0,
+        256,
+        512,
+        64,
+    ]
+    with pytest.raises(
+        ModelError,
+        match="the server caches chunks of 256 tokens, lmcache_shm.chunk_size asks for 512",
+    ):
+        chosen_chunk_size(256, 512)
 
 
 # -------------------------------------------------------------------------------- object groups

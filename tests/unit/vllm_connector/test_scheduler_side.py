@@ -111,6 +111,27 @@ def test_blocks_come_back_without_a_step() -> None:
         assert rig.pool.get_num_free_blocks() == free  # the request still has its own
 
 
+def test_blocks_are_not_released_while_vllm_allocates() -> None:
+    """VLLM counts what a prefix takes from the free blocks, then the free blocks: nothing may change in between."""
+    with rig_of(full(32)) as rig:
+        (job,) = rig.prefill(rig.request("a", PROMPT)).stores
+        rig.pool.free_blocks([rig.pool.blocks[i] for i in rig.tables.pop("a")[0]])
+        counts = []
+
+        def allocate() -> str:
+            counts.append(rig.pool.get_num_free_blocks())
+            rig.report(job)
+            rig.side.settler.settle()  # as the thread might, just now
+            counts.append(rig.pool.get_num_free_blocks())
+            return "blocks"
+
+        rig.allocate = allocate
+        assert rig.manager.allocate_slots() == "blocks"
+
+        assert counts[0] == counts[1] == 255 - 8
+        assert rig.pool.get_num_free_blocks() == 255
+
+
 def test_an_idle_engine_commits_by_itself() -> None:
     with rig_of(full(32)) as rig:
         (job,) = rig.prefill(rig.request("a", PROMPT)).stores
@@ -387,6 +408,33 @@ def test_an_unreachable_server_is_a_miss() -> None:
 
         assert rig.side.matched_tokens(request, 0) == (0, False)
         assert rig.prefill(request).stores == []
+
+
+def test_a_producer_only_stores_and_a_consumer_only_loads() -> None:
+    """VLLM's kv_role."""
+    with rig_of(full(32)) as rig:
+        rig.store(rig.request("a", PROMPT))
+        rig.start.reads = False
+        assert rig.side.matched_tokens(rig.request("b", PROMPT), 0) == (0, False)
+
+        rig.start.reads, rig.start.writes = True, False
+        assert rig.side.matched_tokens(rig.request("c", PROMPT), 0) == (256, True)
+        assert rig.prefill(rig.request("d", PROMPT[::-1])).stores == []
+
+
+def test_a_bug_of_ours_does_not_reach_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step whose stores cannot be planned still carries its loads."""
+    with rig_of(full(32)) as rig:
+        rig.store(rig.request("a", PROMPT))
+        request = rig.request("b", PROMPT)
+        rig.side.matched_tokens(request, 0)
+        rig.side.allocated(request, rig.give_blocks(request, 256), 256)
+        monkeypatch.setattr(rig.side.planner, "plan", lambda *_: 1 / 0)
+
+        meta = rig.step({})
+
+        assert len(meta.loads) == 1
+        assert rig.side.counts.total["errors"] == 1
 
 
 # ---------------------------------------------------------------------------------------- loads
