@@ -30,6 +30,8 @@ def round_of(side: Side, number: int, gigabytes: float) -> dict[str, float]:
     figures = {
         "store GB/s": gigabytes / copied["store_s"],
         "retrieve GB/s": gigabytes / copied["retrieve_s"],
+        "store, processor seconds per GB": copied["store_cpu_s"] / gigabytes,
+        "retrieve, processor seconds per GB": copied["retrieve_cpu_s"] / gigabytes,
         "control of a 128k prefill, ms": control["prefill_s"] * 1e3,
     }
     if "with_copies_s" in control:
@@ -113,6 +115,26 @@ def main() -> None:
     shared: list[float] = []
     load: list[float] = []
     common: dict[str, Any] = {"l1_gb": args.l1_gb, "shape": asdict(shape)}
+
+    def report() -> dict[str, Any]:
+        return {
+            "command": " ".join(["python -m tools.compare_lmcache", *sys.argv[1:]]),
+            "machine": machine.describe(),
+            "load_average": load,
+            "shape": asdict(shape) | {"bytes": shape.total_bytes},
+            "memcpy_GBps": spread(memcpy),
+            "memcpy_into_shared_GBps": spread(shared),
+            "figures": {
+                side: {name: spread(values) | {"all": values} for name, values in found.items()}
+                for side, found in figures.items()
+            },
+            "ours_against_better": ratios(figures, "ours"),
+        }
+
+    def keep() -> None:
+        if args.out:
+            args.out.write_text(json.dumps(report(), indent=1) + "\n")
+
     sides = [Side("ours", sys.executable, "tools.peers.ours_side", common)]
     try:
         sides += [
@@ -131,6 +153,7 @@ def main() -> None:
                 memcpy.append(rates[0]["median"])
                 shared.append(rates[1]["median"])
                 load.append(os.getloadavg()[0])
+                keep()  # whoever ends a long run early has what was measured
             print(f"round {number} of {args.rounds}", file=sys.stderr)
         for _ in range(3):
             for side in sides:
@@ -138,27 +161,12 @@ def main() -> None:
                 name = f"start to serving, {args.startup_gb:g} GB, ms"
                 figures[side.name][name].append(started["start_s"] * 1e3)
                 figures[side.name]["memory when idle, MiB"].append(started["rss_mib"])
+            keep()
     finally:
         for side in sides:
             side.close()
-    better = ratios(figures, "ours")
-    print(table(figures, better, memcpy, shared))
-    result = {
-        "command": " ".join(["python -m tools.compare_lmcache", *sys.argv[1:]]),
-        "machine": machine.describe(),
-        "shape": asdict(shape) | {"bytes": shape.total_bytes},
-        "load_average": load,
-        "memcpy_GBps": spread(memcpy),
-        "memcpy_into_shared_GBps": spread(shared),
-        "figures": {
-            side: {name: spread(values) | {"all": values} for name, values in found.items()}
-            for side, found in figures.items()
-        },
-        "ours_against_better": better,
-    }
-    if args.out:
-        args.out.write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps(result))
+    print(table(figures, ratios(figures, "ours"), memcpy, shared))
+    print(json.dumps(report()))
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import os
 import sys
 from collections import defaultdict
 from pathlib import Path
+from typing import Any
 
 from tools.peers import machine
 from tools.peers.side import Side, SideError, spread
@@ -101,7 +102,23 @@ def main() -> None:
     connectors = chosen or [*VLLM, *(LMCACHE if args.lmcache_python else ())]
     lengths = [int(each) for each in args.lengths.split(",")]
     figures: Figures = {name: defaultdict(list) for name in connectors}
-    memcpy, load = [], []
+    memcpy: list[float] = []
+    load: list[float] = []
+
+    def report() -> dict[str, Any]:
+        return {
+            "command": " ".join(["python -m tools.compare_vllm_offload", *sys.argv[1:]]),
+            "machine": machine.describe(),
+            "load_average": load,
+            "memcpy_GBps": spread(memcpy),
+            "batch": BATCH,
+            "figures": {
+                side: {name: spread(values) | {"all": values} for name, values in found.items()}
+                for side, found in figures.items()
+            },
+            "throughput_against_none": against_none(figures),
+        }
+
     for number in range(1, args.rounds + 1):
         memcpy.append(machine.memcpy_rates(3)["median"])
         for connector in connectors if number % 2 else connectors[::-1]:
@@ -110,22 +127,10 @@ def main() -> None:
                 figures[connector][name].append(value)
             print(f"round {number} of {args.rounds}: {connector}", file=sys.stderr)
         load.append(os.getloadavg()[1])
+        if args.out:  # whoever ends a long run early has what was measured
+            args.out.write_text(json.dumps(report(), indent=1) + "\n")
     print(table(figures))
-    result = {
-        "command": " ".join(["python -m tools.compare_vllm_offload", *sys.argv[1:]]),
-        "machine": machine.describe(),
-        "load_average": load,
-        "memcpy_GBps": spread(memcpy),
-        "batch": BATCH,
-        "figures": {
-            side: {name: spread(values) | {"all": values} for name, values in found.items()}
-            for side, found in figures.items()
-        },
-        "throughput_against_none": against_none(figures),
-    }
-    if args.out:
-        args.out.write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps(result))
+    print(json.dumps(report()))
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ from lmcache.v1.multiprocess.group_view import EngineGroupInfo
 from lmcache.v1.multiprocess.transfer_context import create_transfer_context
 from lmcache.v1.multiprocess.transport.factory import RequestClientFactory
 
-from tools.peers.side import CONTROL, Shape, block_order, serve, token_ids
+from tools.peers.side import CONTROL, Shape, block_order, cpu_seconds, serve, token_ids
 
 TIMEOUT = 600.0
 # A finished store is not visible to a lookup at once: the server commits from a thread that polls.
@@ -201,19 +201,29 @@ class Subject:
             )
         probes = list(cache.tensors.values())[:: max(1, self.shape.layers // 4)]
         expected = [t.view(torch.int16).clone() for t in probes]
+        before = cpu_seconds(self.server.process.pid)
         store_s = sum(cache.store(ids, self._request()))
+        store_cpu_s = cpu_seconds(self.server.process.pid) - before
         time.sleep(SETTLE)
         request = self._request()
         found, _, _ = cache.lookup(ids, request)
         for tensor in cache.tensors.values():
             tensor.zero_()
+        before = cpu_seconds(self.server.process.pid)
         retrieve_s = cache.retrieve(ids, request)
+        retrieve_cpu_s = cpu_seconds(self.server.process.pid) - before
         equal = all(
             torch.equal(want, got.view(torch.int16))
             for want, got in zip(expected, probes, strict=True)
         )
         complete = found == self.shape.tokens // self.shape.chunk
-        return {"store_s": store_s, "retrieve_s": retrieve_s, "right": equal and complete}
+        return {
+            "store_s": store_s,
+            "retrieve_s": retrieve_s,
+            "store_cpu_s": store_cpu_s,
+            "retrieve_cpu_s": retrieve_cpu_s,
+            "right": equal and complete,
+        }
 
     def control(self, seed: int) -> dict[str, Any]:
         """All stores of a 128k-token prompt with almost nothing to copy: seconds."""

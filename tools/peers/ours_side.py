@@ -22,7 +22,7 @@ from lmcache_shm.control.messages import GroupInfo, HelloReply, Register, Reserv
 from lmcache_shm.transfer.cpu import CpuEngine
 from lmcache_shm.transfer.engine import CopyItem, CopyJob, PageRun
 from lmcache_shm.transfer.pages import Part, RawTensor, SlotLayout, group_pages
-from tools.peers.side import CONTROL, Shape, block_order, serve, token_ids
+from tools.peers.side import CONTROL, Shape, block_order, cpu_seconds, serve, token_ids
 from tools.server_process import Server
 
 Int16 = npt.NDArray[np.int16]
@@ -204,12 +204,26 @@ class Subject:
             flat[:] = (np.arange(flat.size, dtype=np.int32) + i * 7919 + seed).astype(np.int16)
         probes = cache.arrays[:: max(1, self.shape.layers // 4)]
         expected = [a.copy() for a in probes]
+        before = self._cpu()
         store_s = sum(cache.store(ids))
+        store_cpu_s = self._cpu() - before
         for array in cache.arrays:
             array[:] = 0
+        before = self._cpu()
         retrieve_s = cache.retrieve(ids)
+        retrieve_cpu_s = self._cpu() - before
         equal = all(np.array_equal(a, b) for a, b in zip(expected, probes, strict=True))
-        return {"store_s": store_s, "retrieve_s": retrieve_s, "right": equal}
+        return {
+            "store_s": store_s,
+            "retrieve_s": retrieve_s,
+            "store_cpu_s": store_cpu_s,
+            "retrieve_cpu_s": retrieve_cpu_s,
+            "right": equal,
+        }
+
+    def _cpu(self) -> float:
+        assert self.server.process is not None
+        return cpu_seconds(self.server.process.pid)
 
     def control(self, seed: int) -> dict[str, Any]:
         """The control messages of a 128k-token prompt: seconds; also with its 8 MiB of copies."""

@@ -148,7 +148,8 @@ class Engine:
         self._process.wait()
 
     def close(self, *, ask: bool = True) -> None:
-        """End the process (asked first if `ask`, killed after 20 s) and remove its folder. Idempotent."""
+        """End the process (asked first if `ask`, killed after 20 s) and remove what it leaves. Idempotent."""
+        left = _collective_segments(self._process.pid)
         if ask and self._process.poll() is None:
             try:
                 self.send("exit")
@@ -168,6 +169,8 @@ class Engine:
                     pass
         self._selector.close()
         self._folder.cleanup()
+        for segment in left:
+            segment.unlink(missing_ok=True)
 
     def __enter__(self) -> Self:
         return self
@@ -179,3 +182,16 @@ class Engine:
         trace: TracebackType | None,
     ) -> None:
         self.close(ask=error is None)
+
+
+def _collective_segments(session: int) -> set[Path]:
+    """Shared memory of vLLM's CPU collectives (tensor parallelism) in that session: vLLM leaves it behind."""
+    found = set()
+    for entry in Path("/proc").iterdir():
+        try:
+            if entry.name.isdigit() and os.getsid(int(entry.name)) == session:
+                maps = (entry / "maps").read_text().split()
+                found.update(Path(word) for word in maps if word.startswith("/dev/shm/vllm_dist_"))
+        except OSError:
+            continue
+    return found
