@@ -61,6 +61,10 @@ class _Stack:
         self._rows[: self._n] = kept
 
 
+def _length(gap: list[int]) -> int:
+    return gap[1]
+
+
 class SlabAllocator:
     """Free slots of every size. Starts from what the slab table says (see `adopt_extents`)."""
 
@@ -77,6 +81,7 @@ class SlabAllocator:
     def count_free(self) -> None:
         """The slab table was changed from outside (a repair): count its free slabs anew."""
         self._free_slabs = int((self.arena.slabs["extent_slabs"] == 0).sum())
+        self._gaps: list[list[int]] | None = None  # free_runs(), where nothing changed since
 
     # -------------------------------------------------------------------------------- planning
     def min_slabs(self, slot_bytes: int) -> int:
@@ -162,19 +167,21 @@ class SlabAllocator:
         size = slot_class(slot_bytes)
         n = self.slots_in(size, m)
         rows = self.rows_of(start, n)
-        cold, hot = self.arena.cold, self.arena.hot
+        span = slice(start * self.per_slab, start * self.per_slab + n)
+        cold, hot = self.arena.cold[span], self.arena.hot[span]
         at = start * self.slab_bytes
-        cold["offset"][rows] = at + np.arange(n, dtype=np.uint64) * np.uint64(size)
-        cold["slot_bytes"][rows] = size
-        cold["slab"][rows] = start
-        hot["client"][rows] = -1
+        cold["offset"] = np.arange(at, at + n * size, size, np.uint64)
+        cold["slot_bytes"] = size
+        cold["slab"] = start
+        hot["client"] = -1
         slabs = self.arena.slabs[start : start + m]
         slabs["slot_bytes"], slabs["first"], slabs["slots"] = size, start, n
         slabs["extent_slabs"] = m
-        hot["state"][rows] = SlotState.FREE  # last: a FREE row is always inside a bound extent
+        hot["state"] = SlotState.FREE  # last: a FREE row is always inside a bound extent
         self._stack(size).push(rows[::-1])
         self._extents[size] = self._extents.get(size, 0) + 1
         self._free_slabs -= m
+        self._gaps = None
         return n
 
     def unbind(self, starts: Sequence[int]) -> None:
@@ -192,6 +199,7 @@ class SlabAllocator:
         state[leaving] = SlotState.UNUSED  # first: a FREE row is always inside a bound extent
         slabs[leaving] = 0
         self._free_slabs += int(leaving.sum())
+        self._gaps = None
 
     def rows_of(self, start: int, slots: int) -> Rows:
         """Rows of an extent by its first slab and number of slots."""
@@ -233,15 +241,20 @@ class SlabAllocator:
         """Bind one more extent in free slabs, the smallest gap that will do. False: there is none."""
         if not self._free_slabs:
             return False
-        gaps = self.free_runs()
+        gaps = self.free_runs().tolist() if self._gaps is None else self._gaps
         wanted = self.extent_slabs(size)
-        enough = gaps[gaps[:, 1] >= wanted]
-        if wanted and len(enough):
-            start, m = int(enough[np.argmin(enough[:, 1]), 0]), wanted
+        enough = [gap for gap in gaps if gap[1] >= wanted]
+        if wanted and enough:
+            gap, m = min(enough, key=_length), wanted
         else:
-            start, length = gaps[np.argmax(gaps[:, 1])].tolist()
-            m = self.extent_slabs(size, length)
-        return m > 0 and self.bind(size, start, m) > 0
+            gap = max(gaps, key=_length)
+            m = self.extent_slabs(size, gap[1])
+        if not m:
+            return False
+        n = self.bind(size, gap[0], m)
+        gap[0], gap[1] = gap[0] + m, gap[1] - m
+        self._gaps = [gap for gap in gaps if gap[1]]
+        return n > 0
 
     def free_runs(self) -> Numbers:
         """[[first slab, length], …] of all gaps between extents."""

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lmcache_shm.arena.allocator import NO_ROWS
-from lmcache_shm.arena.layout import FLAG_DROP, U64, Rows, SlotState, seal
+from lmcache_shm.arena.layout import FLAG_DROP, U64, Rows, SlotState, seal_of
 from lmcache_shm.arena.segment import Arena
 from lmcache_shm.catalog import audit, report
 from lmcache_shm.catalog.keys import salt_word
@@ -28,7 +28,17 @@ from lmcache_shm.catalog.recovery import recover
 from lmcache_shm.catalog.registry import Registry
 from lmcache_shm.catalog.reservation import BUSY, EXISTS, FULL, Entries, Reserver
 from lmcache_shm.catalog.room import Room
-from lmcache_shm.catalog.slots import Slots
+from lmcache_shm.catalog.slots import (
+    COMMIT,
+    DROPPED,
+    GROUP,
+    GROUP_AT,
+    NAMESPACE_AT,
+    NO_CLIENT,
+    PIN,
+    STATE_AND_FLAGS,
+    Slots,
+)
 
 __all__ = ["BUSY", "EXISTS", "FULL", "Catalog", "CatalogError", "GroupSpec", "Hit", "Namespace"]
 
@@ -98,15 +108,17 @@ class Catalog:
         """Unpin rows, each once (the rows of one group of one hit)."""
         slots = self._slots
         rows = _rows(rows)
-        pins = slots.pins[rows]
-        if not pins.all():
-            slots.counters["wrong_releases"] += int((pins == 0).sum())
-            rows, pins = rows[pins > 0], pins[pins > 0]
-        slots.pins[rows] = pins - np.uint32(1)
+        hot = slots.words[rows]
+        pinned = hot[:, 0] >= PIN
+        if not pinned.all():
+            slots.counters["wrong_releases"] += int((~pinned).sum())
+            rows, hot = rows[pinned], hot[pinned]
+        hot[:, 0] -= PIN
+        slots.words[rows] = hot
         slots.changes += 1
-        last = rows[pins == 1]
-        if len(last) and (dropped := slots.is_dropped(last)).any():
-            slots.free(last[dropped])
+        gone = (hot[:, 0] < PIN) & (hot[:, 0] & DROPPED != 0)
+        if gone.any():
+            slots.free(rows[gone])
 
     # ---------------------------------------------------------------------------------- writing
     def reserve(
@@ -139,23 +151,29 @@ class Catalog:
         `checks`: for each group the number of the layout of its checksums; (): none were written.
         """
         slots = self._slots
-        rows = self._pending(rows)
-        dropped = slots.is_dropped(rows)
-        if dropped.any():
+        counters = slots.counters
+        rows = _rows(rows)
+        hot = slots.words[rows]
+        if (hot[:, 0] & STATE_AND_FLAGS != SlotState.RESERVED).any():  # rare
+            rows = self._pending(rows)
+            dropped = slots.is_dropped(rows)
             slots.free(rows[dropped])
-            slots.counters["dropped_at_commit"] += int(dropped.sum())
+            counters["dropped_at_commit"] += int(dropped.sum())
             rows = rows[~dropped]
-        hot, cold = self.arena.hot, self.arena.cold
-        cold["seal"][rows] = seal(hot, cold, rows)
-        cold["checks"][rows] = np.array(checks, np.uint32)[hot["group"][rows]] if len(checks) else 0
-        hot["client"][rows] = -1
-        hot["state"][rows] = SlotState.COMMITTED
-        for group, mine in slots.owners(rows):
-            group.commits += len(mine)
-            group.reserved -= len(mine)
-            slots.counters["tokens_committed"] += len(mine) * group.leading
-            slots.counters["bytes_committed"] += len(mine) * group.size
-        slots.counters["commits"] += len(rows)
+            hot = slots.words[rows]
+        slots.seals[rows] = seal_of(hot, slots.cold_words[rows])
+        numbers = hot[:, 0] >> GROUP_AT & GROUP
+        slots.checks[rows] = np.array(checks, np.uint32)[numbers] if len(checks) else 0
+        hot[:, 0] += COMMIT
+        hot[:, 3] |= NO_CLIENT
+        slots.words[rows] = hot  # last: what is COMMITTED is sealed
+        spaces = hot[:, 3] >> NAMESPACE_AT
+        for group, n in slots.count_by_group(spaces.tolist(), numbers.tolist()):
+            group.commits += n
+            group.reserved -= n
+            counters["tokens_committed"] += n * group.leading
+            counters["bytes_committed"] += n * group.size
+        counters["commits"] += len(rows)
         slots.changes += 1
         return len(rows)
 

@@ -36,12 +36,16 @@ class Index:
         """The row of a key, or -1."""
         return self._shards[key[0] & self._mask].get(key, -1)
 
-    def rows(self, keys: list[bytes]) -> Rows:
-        """i32[len(keys)]: their rows, -1 where there is none."""
+    def find(self, keys: list[bytes]) -> list[int]:
+        """Their rows, -1 where there is none."""
         shards, mask = self._shards, self._mask
         if not mask:
-            return np.fromiter(map(shards[0].get, keys, repeat(-1)), np.int32, len(keys))
-        return np.fromiter([shards[k[0] & mask].get(k, -1) for k in keys], np.int32, len(keys))
+            return list(map(shards[0].get, keys, repeat(-1)))
+        return [shards[k[0] & mask].get(k, -1) for k in keys]
+
+    def rows(self, keys: list[bytes]) -> Rows:
+        """What `find` finds, as i32[len(keys)]."""
+        return np.array(self.find(keys), np.int32)
 
     def add(self, keys: Iterable[bytes], rows: Iterable[int]) -> None:
         """Enter keys with their rows; superfluous keys are left out."""

@@ -12,9 +12,8 @@ from lmcache_shm.catalog.hits import needed, usable_chunks
 from lmcache_shm.catalog.index import split
 from lmcache_shm.catalog.keys import KEY
 from lmcache_shm.catalog.namespace import Group, Namespace
-from lmcache_shm.catalog.slots import Slots
+from lmcache_shm.catalog.slots import PIN, Slots
 
-PIN = np.uint64(1 << 32)
 HIT = np.uint64(1 << 16)
 ALL_HITS = np.uint64(0xFFFF << 16)
 FIRST_LOOK = 64

@@ -72,9 +72,12 @@ class Namespace:
     hits: int = 0
     misses: int = 0
     last_tick: int = 0
+    full: list[Group] = field(init=False)
+    """Those of `groups` that need every chunk of a prefix."""
 
     def __post_init__(self) -> None:
-        next((g for g in self.groups if g.full), self.groups[0]).leading = self.chunk_size
+        self.full = [group for group in self.groups if group.full]
+        (self.full or self.groups)[0].leading = self.chunk_size
 
     @property
     def key(self) -> bytes:

@@ -6,7 +6,17 @@ from collections.abc import Iterator
 import numpy as np
 
 from lmcache_shm.arena.allocator import SlabAllocator
-from lmcache_shm.arena.layout import COLD_DTYPE, FLAG_DROP, U64, Mask, Rows, SlotState, hot_words
+from lmcache_shm.arena.layout import (
+    COLD_DTYPE,
+    FLAG_DROP,
+    U64,
+    Mask,
+    Rows,
+    SlotState,
+    cold_words,
+    hot_words,
+    word,
+)
 from lmcache_shm.arena.segment import Arena
 from lmcache_shm.catalog.index import split
 from lmcache_shm.catalog.keys import KEY
@@ -27,6 +37,18 @@ COUNTERS = (
 PARENT_AT = 16
 """Offset of `parent` in a cold row."""
 
+# Parts of the words of a hot row (see hot_words).
+STATE_AND_FLAGS, DROPPED, GROUP_AT, GROUP = word(0xFFFF), word(FLAG_DROP << 8), word(16), word(0xFFFF)
+PIN, NAMESPACE_AT = word(1 << 32), word(32)
+NO_CLIENT = word(0xFFFF)
+COMMIT = word(SlotState.COMMITTED - SlotState.RESERVED)
+ONE = word(1)
+
+
+def room_for(chunks: int) -> int:
+    """Ticks to give to a prefix of `chunks` chunks, so that it may double before it needs others."""
+    return max(1 << (chunks - 1).bit_length(), 8)
+
 
 class Slots:
     """What the verbs of the catalog share."""
@@ -43,8 +65,10 @@ class Slots:
         """Rows that are neither UNUSED nor FREE."""
         self.changes = 0
         """Raised whenever rows may have become evictable."""
-        hot = arena.hot
-        self.words = hot_words(hot)
+        # Views made once: to look up a field of a structured array costs as much as to read a few rows of it.
+        hot, cold = arena.hot, arena.cold
+        self.words, self.cold_words = hot_words(hot), cold_words(cold)
+        self.seals, self.checks = cold["seal"], cold["checks"]
         self.state, self.flags, self.pins = hot["state"], hot["flags"], hot["pins"]
         self.ticks: U64 = hot["tick"]
         self._parents = arena.regions.cold + PARENT_AT
@@ -69,6 +93,15 @@ class Slots:
             space = self.spaces.get(word >> 16)
             if space is not None and word & 0xFFFF < len(space.groups):
                 yield space.groups[word & 0xFFFF], rows if same else rows[owner == word]
+
+    def count_by_group(
+        self, spaces: list[int], numbers: list[int]
+    ) -> Iterator[tuple[Group, int]]:
+        """How often each group is named by the ids of namespaces and the numbers of groups in them."""
+        for (space_id, number), n in Counter(zip(spaces, numbers, strict=True)).items():
+            space = self.spaces.get(space_id)
+            if space is not None and number < len(space.groups):
+                yield space.groups[number], n
 
     def forget(self, rows: Rows) -> None:
         """Take rows out of their indices; those that are in none (FLAG_DROP) must not be among them."""
