@@ -72,6 +72,7 @@ class SlabAllocator:
         self.arena = arena
         self.slab_bytes = arena.geometry.slab_bytes
         self.slabs = arena.geometry.slabs
+        self.data_bytes = arena.geometry.data_bytes
         self.per_slab = arena.geometry.rows_per_slab
         self._free: dict[int, _Stack] = {}
         self._extents: dict[int, int] = {}  # class → number of its extents

@@ -1,7 +1,8 @@
 """What dead instances left behind: segments, lock files, sockets. Found, told apart from the living, removed.
 
-Living is what holds its lock: a server keeps one on its meta segment and one on its lock file. Removal happens
-under that lock and by identity (device and inode), never by name alone.
+Living is what holds its lock: a server keeps one on its meta segment and one on its lock file. Looking takes
+nothing from a server that starts just then (see owner). Removal happens under that lock and by identity
+(device and inode), never by name alone.
 """
 
 import os
@@ -13,7 +14,7 @@ from typing import Literal
 
 from lmcache_shm.arena import memory
 from lmcache_shm.arena.layout import PAGE, Header
-from lmcache_shm.arena.owner import LOCK_SUFFIX, same_file, try_lock
+from lmcache_shm.arena.owner import LOCK_SUFFIX, is_owned, same_file, try_lock
 from lmcache_shm.arena.segment import META_SUFFIX, PREFIX, owner_pid, unlink_if
 
 SOCKET_SUFFIX = ".sock"
@@ -83,7 +84,7 @@ def _state_of(meta: Path) -> tuple[int, bool, str]:
     if fd < 0:
         return 0, False, "data without a slot table"
     try:
-        live = not try_lock(fd)
+        live = is_owned(fd)
         try:
             Header.unpack(os.pread(fd, PAGE, 0))
             note = "in use" if live else "arena of a dead server; a new one can adopt it"
@@ -121,7 +122,7 @@ def _lock_state(path: Path) -> tuple[int, bool]:
         return 0, False
     try:
         word = os.pread(fd, 64, 0).split()[:1]
-        return (int(word[0]) if word and word[0].isdigit() else 0), not try_lock(fd)
+        return (int(word[0]) if word and word[0].isdigit() else 0), is_owned(fd)
     finally:
         os.close(fd)
 

@@ -10,7 +10,9 @@ from lmcache_shm.arena.errors import InstanceBusy, RuntimeDirError
 
 LOCK_SUFFIX = ".lock"
 GLANCE_S = 0.2
-"""A tool that lists leftovers holds a lock for a moment, to see whether someone else does."""
+"""A tool that removes leftovers owns what it removes for a moment."""
+LOOK_S = 10.0
+"""A tool that lists leftovers shares a lock for a moment, to see whether someone owns it; it may be stopped just then."""
 
 
 def runtime_dir() -> Path:
@@ -96,17 +98,33 @@ class OwnerLock:
 
 
 def try_lock(fd: int, patience_s: float = 0.0) -> bool:
-    """Take the exclusive lock on an open file if nobody else has it (any more, after `patience_s`)."""
-    end = time.monotonic() + patience_s
-    while True:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            if time.monotonic() >= end:
-                return False
-            time.sleep(0.005)
-        else:
-            return True
+    """Take the exclusive lock on an open file if nobody else owns it (any more, after `patience_s`).
+
+    Whoever only looks (`is_owned`) is waited for: no owner may fail because of a look.
+    """
+    began = time.monotonic()
+    while not _flock(fd, fcntl.LOCK_EX):
+        waited = time.monotonic() - began
+        if waited >= (patience_s if is_owned(fd) else LOOK_S):
+            return False
+        time.sleep(0.005)
+    return True
+
+
+def is_owned(fd: int) -> bool:
+    """Whether another open file holds the exclusive lock. This one must not hold it."""
+    if not _flock(fd, fcntl.LOCK_SH):
+        return True
+    unlock(fd)
+    return False
+
+
+def _flock(fd: int, kind: int) -> bool:
+    try:
+        fcntl.flock(fd, kind | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
 
 
 def unlock(fd: int) -> None:

@@ -2,20 +2,27 @@
 
 Ticks. In a prefix every chunk is older than the one before it, so a prefix shrinks from its tail. A new chunk
 counts as just older than its parent; if the prefix has not been used for a while, the whole of it is first made
-new again (it is in use: it is being continued). What leaves for a new chunk must be older than it, so a prefix
-never evicts its own beginning, and one that is longer than the arena keeps its first chunks.
+new again (it is in use: it is being continued), with what a hit on it would need of the other groups. What leaves
+for a new chunk must be older than it, so a prefix never evicts its own beginning.
 
 Making a prefix new costs a walk over it. It gets ticks for twice its length then (see room_for), so that one
 which grows step by step is walked over once each time it has doubled: linear in the prompt.
+
+A prefix that is longer than the arena keeps its first chunks: what follows a chunk that found no room in a group
+of full attention could never be used, so it finds none either, in no group.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from lmcache_shm.arena.layout import U64, Rows, SlotState
+from lmcache_shm.arena.allocator import NO_ROWS
+from lmcache_shm.arena.layout import U64, Numbers, Rows, SlotState
+from lmcache_shm.catalog.hits import needed, usable_chunks
 from lmcache_shm.catalog.index import split
 from lmcache_shm.catalog.namespace import Group, Namespace
 from lmcache_shm.catalog.room import Room
@@ -24,6 +31,10 @@ from lmcache_shm.catalog.slots import ONE, Slots, room_for
 EXISTS, BUSY, FULL = -1, -2, -3
 SLACK = 16
 """A prefix is made new again when more ticks passed than one in so many of the rows in use."""
+PIECES = 16
+"""What is asked for at once is looked at in pieces of at most one part in so many of the arena."""
+REMEMBERED = 16384
+"""Keys of chunks without room that are remembered, so that those that follow them find none."""
 
 Picks = Sequence[int]
 """Numbers of entries."""
@@ -64,17 +75,24 @@ class Reserver:
         self._slots = slots
         self._room = room
         self._identity = slots.cold_words[:, :9]
+        self._refused: dict[bytes, None] = {}  # in the order in which they came
 
     def reserve(self, space: Namespace, groups: npt.NDArray[np.uint16], entries: Entries) -> Rows:
         """A row, EXISTS, BUSY or FULL for each entry."""
         out = [FULL] * len(groups)
-        by_group: dict[int, list[int]] = {}
-        for i, number in enumerate(groups.tolist()):
-            by_group.setdefault(number, []).append(i)
-        heads: Heads = {}
-        # Full groups first: their rows are where the others' parents are looked up.
-        for number in sorted(by_group, key=lambda g: (not space.groups[g].full, g)):
-            self._reserve_group(space, space.groups[number], by_group[number], entries, heads, out)
+        # In pieces, so that one group does not take all the room and leave none for the rest of the same chunks.
+        share = self._slots.allocator.data_bytes // sum(g.size for g in space.groups) // PIECES
+        piece = max(share, 1) * len(space.groups)
+        numbers = groups.tolist()
+        for start in range(0, len(numbers), piece):
+            by_group: dict[int, list[int]] = {}
+            for i, number in enumerate(numbers[start : start + piece], start):
+                by_group.setdefault(number, []).append(i)
+            heads: Heads = {}
+            # Full groups first: their rows are where the others' parents are looked up.
+            for number in sorted(by_group, key=lambda g: (not space.groups[g].full, g)):
+                group = space.groups[number]
+                self._reserve_group(space, group, by_group[number], entries, heads, out)
         space.last_tick = self._slots.tick
         counters = self._slots.counters
         counters["stores_exist"] += out.count(EXISTS)
@@ -96,13 +114,16 @@ class Reserver:
         found = group.index.find(wanted)
         if max(found) >= 0 or len(set(wanted)) < len(wanted):
             picks = self._missing(picks, wanted, found, out)
-            wanted = [names[i] for i in picks]
+        if self._refused:
+            picks = self._usable(space, group, picks, entries)
+        wanted = [names[i] for i in picks]
+        in_use = self._in_use(space, picks, entries)
         # Where nothing is older than the newcomers, make their prefixes new and look once more.
         for renew in (False, True):
             if not wanted:
-                break
+                return
             ticks = self._ticks(space, picks, entries, heads, renew=renew)
-            rows = self._room.make(group.size, len(picks), min(ticks))
+            rows = self._room.make(group.size, len(picks), min(ticks), in_use)
             placed, picks = picks[: len(rows)], picks[len(rows) :]
             self._write(space, group, rows, placed, entries, ticks[: len(rows)])
             numbers = rows.tolist()
@@ -111,6 +132,27 @@ class Reserver:
             for i, row in zip(placed, numbers, strict=True):
                 out[i] = row
             wanted = wanted[len(rows) :]
+        if group.full:
+            self._remember(wanted)
+
+    def _remember(self, refused: list[bytes]) -> None:
+        self._refused.update(dict.fromkeys(refused))
+        for name in list(islice(self._refused, max(len(self._refused) - REMEMBERED, 0))):
+            del self._refused[name]
+
+    def _usable(self, space: Namespace, group: Group, picks: Picks, entries: Entries) -> list[int]:
+        """Those that a hit could reach: of a full group what does not follow a refused chunk, of others what is none."""
+        on = entries.parents if group.full else entries.names
+        usable = []
+        coming: set[bytes] = set()
+        for i in picks:
+            if on[i] in self._refused and on[i] not in coming and self._lacks(space, on[i]):
+                if group.full:
+                    self._remember([entries.names[i]])
+            else:
+                coming.add(entries.names[i])
+                usable.append(i)
+        return usable
 
     def _missing(
         self, picks: Picks, wanted: list[bytes], found: list[int], out: list[int]
@@ -129,23 +171,25 @@ class Reserver:
                 missing.append(i)
         return missing
 
+    @staticmethod
+    def _lacks(space: Namespace, name: bytes) -> bool:
+        """Whether a chunk, once refused, was not stored since."""
+        return any(group.index.get(name) < 0 for group in space.full)
+
     def _ticks(
         self, space: Namespace, picks: Picks, entries: Entries, heads: Heads, *, renew: bool
     ) -> list[int]:
         """A tick for each new entry; falling along every run of consecutive chunks."""
-        names, parents = entries.names, entries.parents
-        starts = [
-            k
-            for k, i in enumerate(picks)
-            if not k or parents[i] != names[picks[k - 1]]
-        ]  # fmt: skip
+        starts = _starts(picks, entries)
         ticks: list[int] = []
         for start, end in zip(starts, [*starts[1:], len(picks)], strict=True):
             i = picks[start]
-            run = parents[i], names[i]
-            if renew or run not in heads:  # another group's run of the same chunks has the same ticks
+            run = entries.parents[i], entries.names[i]
+            if (
+                renew or run not in heads
+            ):  # another group's run of the same chunks has the same ticks
                 heads[run] = self._head_tick(
-                    space, parents[i], entries.chunks[i], end - start, renew=renew
+                    space, entries.parents[i], entries.chunks[i], end - start, renew=renew
                 )
             ticks.extend(range(heads[run], heads[run] - (end - start), -1))
         return ticks
@@ -174,25 +218,39 @@ class Reserver:
         return self._slots.tick - depth
 
     def _renew(self, space: Namespace, parent: bytes, chunk: int, length: int) -> int:
-        """Make a prefix, from `parent` back to its start, newer than all else; the tick of its successor."""
+        """Make a prefix, from its start to `parent`, newer than all else; the tick of its successor."""
         slots = self._slots
-        index, limit = space.full[0].index, slots.used
+        path = self._path(space, parent)
+        # Some chunks may be missing between; a client may also say any number.
+        head = self._new_ticks(max(len(path), min(chunk, slots.arena.max_slots)), length)
+        for chunks, rows in _in_use_of(space, path):
+            slots.ticks[rows] = (head + len(path) - chunks).astype(np.uint64)
+        return head
+
+    def _in_use(self, space: Namespace, picks: Picks, entries: Entries) -> Callable[[], Rows]:
+        """The rows of the prefixes that these entries continue; looked up when they are first asked for."""
+
+        @cache
+        def in_use() -> Rows:
+            paths = [self._path(space, entries.parents[picks[k]]) for k in _starts(picks, entries)]
+            rows = [rows for path in paths for _, rows in _in_use_of(space, path)]
+            return np.concatenate(rows) if rows else NO_ROWS
+
+        return in_use
+
+    def _path(self, space: Namespace, parent: bytes) -> list[bytes]:
+        """Keys of a prefix's chunks up to `parent`, as far back as they are here."""
+        slots, limit = self._slots, self._slots.used
+        if not space.full:
+            return []
+        index = space.full[0].index
         path: list[bytes] = []
-        rows: list[int] = []
         row = index.get(parent)
         while row >= 0 and len(path) <= limit:  # a damaged table could hold a circle
             path.append(parent)
-            rows.append(row)
             parent = slots.parent_of(row)
             row = index.get(parent)
-        # Some chunks may be missing between; a client may also say any number.
-        head = self._new_ticks(max(len(path), min(chunk, slots.arena.max_slots)), length)
-        ticks = head + 1 + np.arange(len(path), dtype=np.uint64)
-        slots.ticks[rows] = ticks
-        for group in space.full[1:]:
-            others = group.index.rows(path)
-            slots.ticks[others[others >= 0]] = ticks[others >= 0]
-        return head
+        return path[::-1]
 
     def _write(
         self,
@@ -214,3 +272,22 @@ class Reserver:
         hot[:, 2] += ONE  # the generation
         hot[:, 3] = entries.client & 0xFFFF | space.id << 32
         words[rows] = hot  # last: what is RESERVED is complete
+
+
+def _starts(picks: Picks, entries: Entries) -> list[int]:
+    """Where in `picks` runs of consecutive chunks begin."""
+    names, parents = entries.names, entries.parents
+    return [k for k, i in enumerate(picks) if not k or parents[i] != names[picks[k - 1]]]
+
+
+def _in_use_of(space: Namespace, path: list[bytes]) -> Iterator[tuple[Numbers, Rows]]:
+    """By group: (numbers of chunks, their rows) that the longest hit on this prefix touches (see Lookup)."""
+    held = [group.index.rows(path) for group in space.groups]
+    rules = [group.spec.rule for group in space.groups]
+    size = space.chunk_size
+    n = usable_chunks(size, len(path) * size + 1, 0, rules, [rows >= 0 for rows in held])
+    for group, rows in zip(space.groups, held, strict=True):
+        need = range(len(path)) if group.full else needed(group.spec.rule, size, n, 0)
+        chunks = np.arange(need.start, need.stop)
+        there = rows[need.start : need.stop] >= 0
+        yield chunks[there], rows[need.start : need.stop][there]

@@ -2,6 +2,7 @@
 other sizes. Synchronous, and bounded by what is asked for."""
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 
@@ -17,11 +18,12 @@ class Room:
         self._lru = Lru(slots.allocator)
         self._windows = Windows(slots.allocator, self._lru)
 
-    def make(self, slot_bytes: int, n: int, before: int) -> Rows:
+    def make(self, slot_bytes: int, n: int, before: int, in_use: Callable[[], Rows]) -> Rows:
         """Up to n rows for slots of this size; fewer when all the rest is pinned, in flight or newer.
 
-        What leaves is older than `before`, the newcomers' tick; only a size that has no place at all takes
-        newer ones from others.
+        What leaves is older than `before`, the newcomers' tick, one by one or (extents of other sizes) on the
+        average; only a size that has no place at all takes newer ones from others. `in_use()`: rows that
+        stay in any case, because the newcomers continue them.
         """
         slots, allocator = self._slots, self._slots.allocator
         self._lru.changes = slots.changes
@@ -33,7 +35,7 @@ class Room:
                 than: float = oldest
             else:
                 than = before if allocator.extents_of(slot_bytes) else math.inf
-            window = self._windows.colder(slot_bytes, than, urgent=oldest is None)
+            window = self._windows.colder(slot_bytes, than, in_use, urgent=oldest is None)
             if window is not None:
                 self._take_over(slot_bytes, window)
             elif oldest is not None:

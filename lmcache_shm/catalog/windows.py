@@ -5,6 +5,8 @@ mean tick of the slots that would be lost. All extents are scored in one pass; t
 list and are looked at again before they are used.
 """
 
+from collections.abc import Callable
+
 import numpy as np
 import numpy.typing as npt
 
@@ -35,12 +37,17 @@ class Windows:
         size = slot_class(slot_bytes)
         self._evicted[size] = self._evicted.get(size, 0) + n
 
-    def colder(self, slot_bytes: int, than: float, *, urgent: bool) -> Window | None:
-        """A window for this class whose slots' mean tick is below `than`. `urgent`: the class has nothing else."""
+    def colder(
+        self, slot_bytes: int, than: float, in_use: Callable[[], Rows], *, urgent: bool
+    ) -> Window | None:
+        """A window for this class whose slots' mean tick is below `than`, and with none of `in_use()`.
+
+        `urgent`: the class has nothing else.
+        """
         if self._slabs.alone(slot_bytes):
             return None
         size = slot_class(slot_bytes)
-        window = self._next(size, than)
+        window = self._next(size, than, in_use)
         if window is not None:
             return window
         due = self._evicted.get(size, 0) * PATIENCE > self._slabs.arena.max_slots
@@ -51,7 +58,7 @@ class Windows:
             return None
         self._evicted[size] = 0
         self._kept[size] = self._score(size)
-        window = self._next(size, than)
+        window = self._next(size, than, in_use)
         if window is None:
             self._barren[size] = self._lru.changes
         return window
@@ -66,17 +73,24 @@ class Windows:
         """All rows of the extent at slab `start`."""
         return self._slabs.rows_of(start, int(self._slabs.arena.slabs["slots"][start]))
 
-    def _next(self, size: int, than: float) -> Window | None:
+    def _next(self, size: int, than: float, in_use: Callable[[], Rows]) -> Window | None:
         kept = self._kept.get(size, [])
         while kept:
             score = self._score_now(size, kept[-1])
             if score is None:
                 kept.pop()
             elif score < than:
-                return kept.pop()
+                window = kept.pop()
+                if not self._holds(window, in_use()):
+                    return window
             else:
                 kept.clear()  # the rest is warmer still; better ones are for the next scoring
         return None
+
+    def _holds(self, window: Window, rows: Rows) -> bool:
+        """Whether the extents that a window touches hold one of these rows."""
+        first = self._slabs.arena.slabs["first"][rows // self._slabs.per_slab]
+        return bool(np.isin(first, self.extents_in(window)).any())
 
     def _score_now(self, size: int, window: Window) -> float | None:
         """Mean tick of what a window would cost now; None if it may not be taken any more."""

@@ -256,7 +256,7 @@ def test_the_table_is_sound_while_all_of_it_is_in_use(instance: str) -> None:
         with cluster.arena() as arena:
 
             def sound() -> bool:
-                assert check(arena) == []
+                assert check(arena, live=True) == []
                 return cluster.total()["operations"] > goal
 
             cluster.drive(sound, "sixty operations")

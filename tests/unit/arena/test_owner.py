@@ -1,17 +1,19 @@
 """Runtime directory, owner locks, leftovers: who is alive, and what may be removed."""
 
+import fcntl
 import os
 import signal
 import socket
 import subprocess
 import sys
+import threading
 
 import pytest
 
 from lmcache_shm.arena import segment
 from lmcache_shm.arena.errors import InstanceBusy, RuntimeDirError
 from lmcache_shm.arena.leftovers import leftovers, purge
-from lmcache_shm.arena.owner import OwnerLock, runtime_dir, safe_dir
+from lmcache_shm.arena.owner import GLANCE_S, OwnerLock, is_owned, runtime_dir, safe_dir
 
 
 def test_the_environment_names_the_directory(tmp_path, monkeypatch):
@@ -106,6 +108,22 @@ def test_release_does_not_remove_a_successors_file(tmp_path):
     lock.release()
 
     assert lock.path.read_text() == "another one's"
+
+
+def test_looking_takes_nothing_from_a_server_that_starts(tmp_path):
+    """A tool was stopped in the middle of its look, for longer than a server waits for an owner to go."""
+    lock = OwnerLock(tmp_path, "x")
+    fd = os.open(lock.path, os.O_RDWR | os.O_CREAT, 0o600)
+    fcntl.flock(fd, fcntl.LOCK_SH)
+    timer = threading.Timer(2 * GLANCE_S, os.close, [fd])
+    timer.start()
+    lock.acquire()
+
+    assert not timer.is_alive()
+    fd = os.open(lock.path, os.O_RDWR)
+    assert is_owned(fd)
+    os.close(fd)
+    lock.release()
 
 
 # -------------------------------------------------------------------------------------- leftovers

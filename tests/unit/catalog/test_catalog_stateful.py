@@ -112,8 +112,8 @@ class CatalogMachine(RuleBasedStateMachine):
         for (_, chunk, group), row in zip(entries, rows, strict=True):
             owner = space.id, group, prefix.key(chunk)
             if owner in before:
-                # It may have had to leave for another group of the same request.
-                assert row == EXISTS or (owner in gone and len(groups) > 1)
+                # It may have had to leave for another group or an earlier chunk of the same request.
+                assert row == EXISTS or (owner in gone and len(entries) > 1)
             elif owner in pending or (owner in seen and row < 0):
                 assert row in {BUSY, FULL}
             else:
