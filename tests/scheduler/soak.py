@@ -1,12 +1,14 @@
 """Run many random workloads: ``python -m tests.scheduler.soak --schedules 20000``.
 
 A *schedule* is one random workload from an empty arena to the end. A failure prints the seed and what
-went before; ``--seed N --schedules 1`` repeats it.
+went before; ``--seed N --schedules 1`` repeats it. Segments and the runtime directory carry this process's
+id as those of a test run do, so what a killed soak leaves is removed by the next soak or ``bin/test``.
 """
 
 import argparse
 import gc
 import os
+import signal
 import sys
 import tempfile
 import time
@@ -14,6 +16,7 @@ import traceback
 from collections import Counter
 from dataclasses import fields
 
+from tests import leftovers
 from tests.scheduler import workload
 from tests.scheduler.families import FAMILIES
 
@@ -28,7 +31,11 @@ def main() -> int:
         "--minutes", type=float, default=0, help="end after this time, if it comes first"
     )
     given = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="lmcshm-soak-") as folder:
+    for line in leftovers.clear_dead_runs():
+        print(line)
+    # An ordinary kill ends it like Ctrl-C does: every arena is removed on the way out.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))
+    with tempfile.TemporaryDirectory(prefix=f"lmcshm-test-{os.getpid()}-") as folder:
         os.environ["LMCACHE_SHM_RUNTIME_DIR"] = folder
         gc.freeze()  # vLLM's modules need not be looked at again and again
         try:
@@ -45,7 +52,7 @@ def soak(given: argparse.Namespace) -> int:
         seed = given.seed + n
         drawn = workload.make(seed, given.family)
         try:
-            outcome = workload.run(drawn, f"soak-{os.getpid()}")
+            outcome = workload.run(drawn, f"test-{os.getpid()}-soak")
         except Exception as error:  # noqa: BLE001 - an exception out of the engine is a finding, too
             told = str(error) if isinstance(error, AssertionError) else traceback.format_exc()
             failures[
