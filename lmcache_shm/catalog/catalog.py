@@ -108,7 +108,7 @@ class Catalog:
         """Unpin rows, each once (the rows of one group of one hit)."""
         slots = self._slots
         rows = _rows(rows)
-        hot = slots.words[rows]
+        hot = slots.words.take(rows, 0)
         pinned = hot[:, 0] >= PIN
         if not pinned.all():
             slots.counters["wrong_releases"] += int((~pinned).sum())
@@ -153,15 +153,15 @@ class Catalog:
         slots = self._slots
         counters = slots.counters
         rows = _rows(rows)
-        hot = slots.words[rows]
+        hot = slots.words.take(rows, 0)
         if (hot[:, 0] & STATE_AND_FLAGS != SlotState.RESERVED).any():  # rare
             rows = self._pending(rows)
             dropped = slots.is_dropped(rows)
             slots.free(rows[dropped])
             counters["dropped_at_commit"] += int(dropped.sum())
             rows = rows[~dropped]
-            hot = slots.words[rows]
-        slots.seals[rows] = seal_of(hot, slots.cold_words[rows])
+            hot = slots.words.take(rows, 0)
+        slots.seals[rows] = seal_of(hot, slots.cold_words.take(rows, 0))
         numbers = hot[:, 0] >> GROUP_AT & GROUP
         slots.checks[rows] = np.array(checks, np.uint32)[numbers] if len(checks) else 0
         hot[:, 0] += COMMIT
