@@ -21,6 +21,7 @@ from lmcache_shm.arena.allocator import NO_ROWS
 from lmcache_shm.arena.layout import FLAG_DROP, U64, Rows, SlotState, seal_of
 from lmcache_shm.arena.segment import Arena
 from lmcache_shm.catalog import audit, report
+from lmcache_shm.catalog.hints import Hints
 from lmcache_shm.catalog.keys import salt_word
 from lmcache_shm.catalog.lookup import Hit, Lookup
 from lmcache_shm.catalog.namespace import MAX_NAMESPACES, CatalogError, GroupSpec, Namespace
@@ -55,7 +56,8 @@ class Catalog:
         self.arena = arena
         self._slots = Slots(arena)
         self._registry = Registry(self._slots, self._empty, max_namespaces)
-        self._lookup = Lookup(self._slots)
+        self._hints = Hints(self._slots)
+        self._lookup = Lookup(self._slots, self._hints)
         self._reserver = Reserver(self._slots, Room(self._slots))
         self.adopted: dict[str, int] = {"slots": 0, "bytes": 0, "dropped": 0, "quarantined": 0}
 
@@ -108,7 +110,7 @@ class Catalog:
         """Unpin rows, each once (the rows of one group of one hit)."""
         slots = self._slots
         rows = _rows(rows)
-        hot = slots.words[rows]
+        hot = slots.words.take(rows, 0)
         pinned = hot[:, 0] >= PIN
         if not pinned.all():
             slots.counters["wrong_releases"] += int((~pinned).sum())
@@ -153,20 +155,22 @@ class Catalog:
         slots = self._slots
         counters = slots.counters
         rows = _rows(rows)
-        hot = slots.words[rows]
+        hot = slots.words.take(rows, 0)
         if (hot[:, 0] & STATE_AND_FLAGS != SlotState.RESERVED).any():  # rare
             rows = self._pending(rows)
             dropped = slots.is_dropped(rows)
             slots.free(rows[dropped])
             counters["dropped_at_commit"] += int(dropped.sum())
             rows = rows[~dropped]
-            hot = slots.words[rows]
-        slots.seals[rows] = seal_of(hot, slots.cold_words[rows])
+            hot = slots.words.take(rows, 0)
+        cold = slots.cold_words.take(rows, 0)
+        slots.seals[rows] = seal_of(hot, cold)
         numbers = hot[:, 0] >> GROUP_AT & GROUP
         slots.checks[rows] = np.array(checks, np.uint32)[numbers] if len(checks) else 0
         hot[:, 0] += COMMIT
         hot[:, 3] |= NO_CLIENT
         slots.words[rows] = hot  # last: what is COMMITTED is sealed
+        self._hints.note(rows, hot, cold[:, 0])
         spaces = hot[:, 3] >> NAMESPACE_AT
         for group, n in slots.count_by_group(spaces.tolist(), numbers.tolist()):
             group.commits += n

@@ -6,8 +6,9 @@ from typing import NamedTuple
 import numpy as np
 
 from lmcache_shm.arena.allocator import NO_ROWS
-from lmcache_shm.arena.layout import Rows, SlotState
+from lmcache_shm.arena.layout import U64, Rows, SlotState
 from lmcache_shm.catalog import misses
+from lmcache_shm.catalog.hints import FEW, Hints
 from lmcache_shm.catalog.hits import needed, usable_chunks
 from lmcache_shm.catalog.index import split
 from lmcache_shm.catalog.keys import KEY
@@ -17,7 +18,8 @@ from lmcache_shm.catalog.slots import PIN, Slots
 HIT = np.uint64(1 << 16)
 ALL_HITS = np.uint64(0xFFFF << 16)
 FIRST_LOOK = 64
-"""Keys probed before looking whether the prefix goes on; then twice as many, and so on."""
+STRIDE = 4
+"""FIRST_LOOK keys are probed before looking whether the prefix goes on; then STRIDE times as many, and so on."""
 
 
 class Hit(NamedTuple):
@@ -30,8 +32,9 @@ class Hit(NamedTuple):
 
 
 class Lookup:
-    def __init__(self, slots: Slots) -> None:
+    def __init__(self, slots: Slots, hints: Hints) -> None:
         self._slots = slots
+        self._hints = hints
         self.misses: Counter[str] = misses.no_misses()
         """Look-ups that found less than they asked for, by reason."""
 
@@ -44,7 +47,8 @@ class Lookup:
         if high <= 0:
             return Hit(0, [0] * len(space.groups), [NO_ROWS] * len(space.groups))
         names = split(keys[: high * KEY])
-        held, reach = self._probe(space, names, start)
+        words = np.frombuffer(keys, "<u8", 2 * high).reshape(-1, 2)
+        held, reach = self._probe(space, names, words, start)
         n = 0
         if reach > start:
             rules = [group.spec.rule for group in space.groups]
@@ -58,7 +62,7 @@ class Lookup:
                 self.misses[self._reason(space, names, held, n, reach)] += 1
         return self._pin(space, held, n, start, local_tokens)
 
-    def _probe(self, space: Namespace, names: list[bytes], start: int) -> tuple[list[Rows], int]:
+    def _probe(self, space: Namespace, names: list[bytes], words: U64, start: int) -> tuple[list[Rows], int]:
         """By group: committed rows of the chunks (-1: absent), and how far the full groups go.
 
         Nothing beyond that reach is looked up. Chunks before `start` are, so that they count as used, but
@@ -66,33 +70,53 @@ class Lookup:
         """
         held = [NO_ROWS] * len(space.groups)
         reach = len(names)
-        for group in space.groups:
-            if group.full:
-                held[group.number] = rows = self._probe_full(group, names, start, reach)
-                reach = len(rows)
+        for group in space.full:
+            held[group.number] = rows = self._probe_full(space, group, names, words, start, reach)
+            reach = len(rows)
         for group in space.groups:
             if not group.full:
                 first = needed(
                     group.spec.rule, space.chunk_size, start + 1, start * space.chunk_size
                 )
                 held[group.number] = np.full(reach, -1, np.int32)
-                held[group.number][first.start :] = self._rows(group, names[first.start : reach])
+                held[group.number][first.start :] = self._rows(
+                    space, group, names, words, first.start, reach
+                )
         return held, reach
 
-    def _probe_full(self, group: Group, names: list[bytes], start: int, reach: int) -> Rows:
+    def _probe_full(
+        self,
+        space: Namespace,
+        group: Group,
+        names: list[bytes],
+        words: U64,
+        start: int,
+        reach: int,
+    ) -> Rows:
         parts, at, step = [NO_ROWS], 0, start + FIRST_LOOK
         while at < reach:
-            rows = self._rows(group, names[at : min(at + step, reach)])
+            rows = self._rows(space, group, names, words, at, min(at + step, reach))
             gaps = np.flatnonzero(rows[max(start - at, 0) :] < 0)
             if len(gaps):
                 parts.append(rows[: max(start - at, 0) + int(gaps[0])])
                 break
             parts.append(rows)
-            at, step = at + step, 2 * step
+            at, step = at + step, STRIDE * step
         return np.concatenate(parts)
 
-    def _rows(self, group: Group, names: list[bytes]) -> Rows:
-        """Committed rows of keys; -1 where there is none."""
+    def _rows(
+        self, space: Namespace, group: Group, names: list[bytes], words: U64, at: int, end: int
+    ) -> Rows:
+        """Committed rows of chunks [at, end); -1 where there is none."""
+        if end - at <= FEW:
+            return self._indexed(group, names[at:end])
+        rows = self._hints.find(space, group, words[at:end])
+        left = np.flatnonzero(rows < 0)
+        if len(left):
+            rows[left] = self._indexed(group, [names[at + i] for i in left.tolist()])
+        return rows
+
+    def _indexed(self, group: Group, names: list[bytes]) -> Rows:
         rows = group.index.rows(names)
         # Index -1 reads the last row, whatever it is; the result is -1 either way.
         return np.where(self._slots.state[rows] == SlotState.COMMITTED, rows, np.int32(-1))

@@ -39,7 +39,8 @@ PARENT_AT = 16
 
 # Parts of the words of a hot row (see hot_words).
 STATE_AND_FLAGS, DROPPED, GROUP_AT, GROUP = word(0xFFFF), word(FLAG_DROP << 8), word(16), word(0xFFFF)
-PIN, NAMESPACE_AT = word(1 << 32), word(32)
+KNOWN, NUMBER = word(0xFFFFFFFF), word(0xFFFF0000)  # all but the pins; the group where it stands
+PIN, NAMESPACE_AT, NAMESPACE = word(1 << 32), word(32), word(0xFFFFFFFF << 32)
 NO_CLIENT = word(0xFFFF)
 COMMIT = word(SlotState.COMMITTED - SlotState.RESERVED)
 ONE = word(1)
@@ -68,7 +69,7 @@ class Slots:
         # Views made once: to look up a field of a structured array costs as much as to read a few rows of it.
         hot, cold = arena.hot, arena.cold
         self.words, self.cold_words = hot_words(hot), cold_words(cold)
-        self.seals, self.checks = cold["seal"], cold["checks"]
+        self.keys, self.seals, self.checks = cold["key"], cold["seal"], cold["checks"]
         self.state, self.flags, self.pins = hot["state"], hot["flags"], hot["pins"]
         self.ticks: U64 = hot["tick"]
         self._parents = arena.regions.cold + PARENT_AT

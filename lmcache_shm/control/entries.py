@@ -24,17 +24,15 @@ def entries(session: Session, reserve: m.Reserve) -> dict[str, Any]:
     """The arrays of a Reserve, all of one length and within bounds (else Denied)."""
     n = count(reserve.keys, m.KEY, "keys")
     for name, size in _SIZES.items():
-        if count(getattr(reserve, name), size, name) != n:
+        if len(getattr(reserve, name)) != n * size:
             raise Denied("invalid", f"{name}: not {n} entries of {size} bytes, as there are keys")
     groups = np.frombuffer(reserve.groups, "<u2")
     token_lens = np.frombuffer(reserve.token_lens, "<u4")
-    if n and int(groups.max()) >= session.groups:
-        raise Denied("invalid", f"object group {int(groups.max())} of {session.groups}")
-    if n and int(token_lens.max()) > session.token_area:
-        raise Denied(
-            "invalid",
-            f"{int(token_lens.max())} bytes of token ids; a slot has {session.token_area}",
-        )
+    group, length = max(groups.tolist(), default=0), max(token_lens.tolist(), default=0)
+    if group >= session.groups:
+        raise Denied("invalid", f"object group {group} of {session.groups}")
+    if length > session.token_area:
+        raise Denied("invalid", f"{length} bytes of token ids; a slot has {session.token_area}")
     return {
         "groups": groups,
         "keys": reserve.keys,

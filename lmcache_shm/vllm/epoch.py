@@ -67,9 +67,9 @@ class Epoch:
     def arena_id(self) -> bytes:
         return bytes(self.arena.arena_id)
 
-    def remember(self, group: int, key: bytes) -> None:
-        """Note that `key` is stored in object group `group`."""
+    def remember(self, group: int, *keys: bytes) -> None:
+        """Note that `keys` are stored in object group `group`."""
         known = self.known[group]
-        if len(known) >= KNOWN_LIMIT:
+        if len(known) + len(keys) > KNOWN_LIMIT:
             known.clear()
-        known.add(key)
+        known.update(keys)

@@ -74,26 +74,28 @@ def _hit(epoch: Epoch, answer: Acquired, local_tokens: int) -> Hit:
 def confirm(hit: Hit, keys: ChunkKeys) -> bool:
     """Whether every pinned slot holds exactly this prefix: namespace, key, token ids and extra identity."""
     epoch = hit.epoch
-    hot, cold, data = epoch.arena.hot, epoch.arena.cold, epoch.arena.data
+    arena = epoch.arena
     all_keys = np.frombuffer(bytes(keys.keys), "<u8").reshape(-1, 2)
     digests = np.frombuffer(bytes(keys.digests), "<u8").reshape(-1, 2)
     for group, rows in enumerate(hit.rows):
         if not len(rows):
             continue
         chunks = slice(hit.first[group], hit.first[group] + len(rows))
-        h, c = hot[rows], cold[rows]
+        hot, cold = arena.hot[rows], arena.cold[rows]
+        encoded = keys.encoded[chunks]
         alike = (
-            (h["state"] == SlotState.COMMITTED)
-            & (h["namespace"] == epoch.namespace)
-            & (h["group"] == group)
-            & (c["key"] == all_keys[chunks]).all(axis=1)
-            & (c["extra_digest"] == digests[chunks]).all(axis=1)
+            (hot["state"] == SlotState.COMMITTED).all()
+            and (hot["namespace"] == epoch.namespace).all()
+            and (hot["group"] == group).all()
+            and (cold["key"] == all_keys[chunks]).all()
+            and (cold["extra_digest"] == digests[chunks]).all()
+            and cold["token_bytes"].tolist() == list(map(len, encoded))
         )
-        if not alike.all():
+        if not alike:
             return False
-        starts = (c["offset"] + np.uint64(epoch.token_offset[group])).tolist()
-        lengths = c["token_bytes"].tolist()
-        for start, length, tokens in zip(starts, lengths, keys.encoded[chunks], strict=True):
-            if length != len(tokens) or data[start : start + length] != tokens:
+        data, token_offset = arena.data, epoch.token_offset[group]
+        for offset, tokens in zip(cold["offset"].tolist(), encoded, strict=True):
+            start = offset + token_offset
+            if data[start : start + len(tokens)] != tokens:
                 return False
     return True

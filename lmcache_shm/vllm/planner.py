@@ -118,10 +118,10 @@ class StorePlanner:
         null: int,
     ) -> None:
         state = stores.state
-        key = state.extend(chunk + 1).key(chunk)
         late = chunk < state.next_chunk
         # Most of what came from a cache is in the arena; but a new arena does not have it.
         cached = (chunk + 1) * epoch.plan.chunk_size <= state.prefix_tokens
+        key = state.extend(chunk + 1).key(chunk) if cached else b""
         for index, group in enumerate(epoch.plan.groups):
             if late and not group.recurrent:
                 continue
@@ -179,22 +179,20 @@ class Batch:
     def _pack(self) -> Reserve:
         entries = self._entries
         n = len(entries)
-        keys = [state.extend(c.chunk + 1) for state, c in entries]
+        keys, parents, digests, lengths = [], [], [], []
+        for state, c in entries:
+            known, at = state.extend(c.chunk + 1), c.chunk * KEY
+            keys.append(known.keys[at : at + KEY])
+            parents.append(known.keys[at - KEY : at] if at else known.seed)
+            digests.append(known.digests[at : at + KEY])
+            lengths.append(len(known.encoded[c.chunk]))
         return Reserve(
             groups=struct.pack(f"<{n}H", *(c.group for _, c in entries)),
-            keys=b"".join(k.key(c.chunk) for k, (_, c) in zip(keys, entries, strict=True)),
-            parents=b"".join(
-                k.parents(c.chunk, c.chunk + 1) for k, (_, c) in zip(keys, entries, strict=True)
-            ),
+            keys=b"".join(keys),
+            parents=b"".join(parents),
             chunks=struct.pack(f"<{n}I", *(c.chunk for _, c in entries)),
-            token_lens=struct.pack(
-                f"<{n}I",
-                *(len(k.encoded[c.chunk]) for k, (_, c) in zip(keys, entries, strict=True)),
-            ),
-            digests=b"".join(
-                bytes(k.digests[c.chunk * KEY : (c.chunk + 1) * KEY])
-                for k, (_, c) in zip(keys, entries, strict=True)
-            ),
+            token_lens=struct.pack(f"<{n}I", *lengths),
+            digests=b"".join(digests),
             salts=struct.pack(f"<{n}Q", *(state.salt for state, _ in entries)),
         )
 
@@ -229,18 +227,19 @@ class Batch:
 
     def _open(self, epoch: Epoch, state: RequestState, granted: list[tuple[int, Candidate]]) -> Job:
         arena, keys = epoch.arena, state.extend(0)
+        rows = [row for row, _ in granted]
+        offsets = arena.cold["offset"][rows].tolist()
+        generations = arena.hot["generation"][rows].tolist()
         copies, held, marks = [], [], []
-        for row, c in granted:
-            offset = int(arena.cold["offset"][row])
+        for (row, c), offset, generation in zip(granted, offsets, generations, strict=True):
             tokens = keys.encoded[c.chunk]
             at = offset + epoch.token_offset[c.group]
             arena.data[at : at + len(tokens)] = tokens
-            generation = int(arena.hot["generation"][row])
             copies.append(SlotCopy(row, offset, generation, c.group, c.runs))
             held += c.block_ids()
             marks.append((c.group, keys.key(c.chunk)))
         blocks = [self._pool.blocks[i] for i in dict.fromkeys(held)]
         self._pool.touch(blocks)
-        job = self._book.open(epoch, [row for row, _ in granted], marks, blocks)
+        job = self._book.open(epoch, rows, marks, blocks)
         self._counts.add("stored_chunks", len(granted))
         return Job(job.id, epoch.arena_id, copies)

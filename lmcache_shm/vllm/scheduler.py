@@ -10,6 +10,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from lmcache_shm.catalog.index import split
+from lmcache_shm.catalog.keys import KEY
 from lmcache_shm.vllm.book import Settlement, StoreBook
 from lmcache_shm.vllm.epoch import Epoch
 from lmcache_shm.vllm.loading import Loading
@@ -124,9 +126,9 @@ class SchedulerSide:
             if why == "collision":
                 self.client.count("collision")
         if hit is not None:
-            for group, rows in enumerate(hit.rows):
-                for i in range(len(rows)):
-                    epoch.remember(group, keys.key(hit.first[group] + i))
+            for group, (first, rows) in enumerate(zip(hit.first, hit.rows, strict=True)):
+                packed = bytes(keys.keys[first * KEY : (first + len(rows)) * KEY])
+                epoch.remember(group, *split(packed))
         state.hit = hit
         self.settler.wake()
         return hit

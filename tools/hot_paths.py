@@ -1,0 +1,189 @@
+"""The hot paths of the control side as actions that can be repeated, and what runs them under a counter.
+
+Each workload is a context that yields an action: without sockets and threads, always the same work. A request
+is encoded, decoded, handled and answered as in a server's turn.
+"""
+
+import gc
+import importlib
+import os
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+
+import numpy as np
+
+from lmcache_shm.arena.segment import create
+from lmcache_shm.catalog.catalog import Catalog, GroupSpec
+from lmcache_shm.catalog.hits import Full, Recurrent, Window
+from lmcache_shm.catalog.keys import ChunkKeys, seed
+from lmcache_shm.cli.bench_server import reservation
+from lmcache_shm.config import Config
+from lmcache_shm.control.messages import (
+    LENGTH,
+    Acquire,
+    Acquired,
+    Error,
+    Message,
+    Step,
+    Stepped,
+    decode_reply,
+    decode_request,
+    frame,
+)
+from lmcache_shm.control.service import Service
+
+CHUNK, CHUNKS, STEP_CHUNKS = 256, 512, 8
+"""A prompt of 128k tokens, prefilled 2,048 tokens at a time."""
+SLOT_BYTES, PROMPTS = 4096, 4
+RULES = (Full(), Window(1024), Recurrent())
+WARM, TIMES = 2, 4
+
+Action = Callable[[], None]
+Workload = Callable[[], AbstractContextManager[Action]]
+
+
+class Desk:
+    """A service with one registered engine, asked directly. Room for PROMPTS prompts."""
+
+    def __init__(self) -> None:
+        slots = PROMPTS * CHUNKS * len(RULES)
+        name = f"count-{os.getpid()}"
+        self.arena = create(name, slots * SLOT_BYTES, chunk_size=CHUNK, max_slots=slots)
+        self.arena.unlink()  # only this process needs it; nothing stays if it is killed
+        catalog = Catalog(self.arena)
+        specs = [GroupSpec(type(rule).__name__, rule, SLOT_BYTES) for rule in RULES]
+        space = catalog.register(b"count", specs, CHUNK)
+        self.service = Service(self.arena, catalog, Config())
+        self._ours, theirs = socket.socketpair()
+        with theirs:
+            self.session = self.service.open_session(theirs)
+        self.session.role, self.session.namespace, self.session.client = "scheduler", space.id, 0
+        self.session.groups, self.session.token_area = len(RULES), 5 * CHUNK + 5
+
+    def ask(self, request: Message) -> Message:
+        """One turn: from the request's frame to the answer's."""
+        answer = self.service.handle(
+            self.session, decode_request(memoryview(frame(request))[LENGTH.size :])
+        )
+        assert not isinstance(answer, Error), answer
+        return decode_reply(memoryview(frame(answer))[LENGTH.size :])
+
+    def step(self, step: Step) -> bytes:
+        answer = self.ask(step)
+        assert isinstance(answer, Stepped)
+        return answer.rows
+
+    def close(self) -> None:
+        self.service.close_session(self.session)
+        self._ours.close()
+        self.arena.close()
+
+
+def prompt(number: int, chunks: int = CHUNKS) -> list[int]:
+    """Made-up token ids."""
+    found: list[int] = np.random.default_rng(number).integers(0, 150_000, chunks * CHUNK).tolist()
+    return found
+
+
+@contextmanager
+def desk() -> Iterator[Desk]:
+    found = Desk()
+    try:
+        yield found
+    finally:
+        found.close()
+
+
+@contextmanager
+def acquire() -> Iterator[Action]:
+    """Look up a stored prompt of 512 chunks in 3 groups and pin what it needs; then release it."""
+    with desk() as at:
+        keys = ChunkKeys(seed(b"count"), CHUNK)
+        keys.extend(prompt(0))
+        rows = at.step(Step(reserve=reservation(keys, range(len(RULES)), 0, CHUNKS)))
+        at.step(Step(commit=rows))
+
+        def action() -> None:
+            hit = at.ask(Acquire(bytes(keys.keys), 0, CHUNKS * CHUNK + 1))
+            assert isinstance(hit, Acquired)
+            assert hit.n_chunks == CHUNKS
+            at.step(Step(release=[hit.lease]))
+
+        yield action
+
+
+@contextmanager
+def step() -> Iterator[Action]:
+    """One step of a prefill: commit the last step's 8 chunks in 3 groups, reserve the next."""
+    with desk() as at:
+        keys = ChunkKeys(seed(b"count"), CHUNK)
+        keys.extend(prompt(0))
+        first, rows = 0, b""
+
+        def action() -> None:
+            nonlocal first, rows
+            reserve = reservation(keys, range(len(RULES)), first, first + STEP_CHUNKS)
+            rows = at.step(Step(reserve=reserve, commit=rows))
+            first += STEP_CHUNKS
+
+        yield action
+
+
+@contextmanager
+def prefill() -> Iterator[Action]:
+    """All 64 steps of a prompt; the arena is full and the oldest prompt leaves for it."""
+    with desk() as at:
+        numbers = iter(range(1 << 20))
+
+        def action() -> None:
+            keys = ChunkKeys(seed(b"count"), CHUNK)
+            # Other keys of the same length: hashing is counted by itself.
+            keys.encoded = [bytes(5 * CHUNK)] * CHUNKS
+            keys.keys = bytearray(np.random.default_rng(next(numbers)).bytes(16 * CHUNKS))
+            keys.digests = bytearray(16 * CHUNKS)
+            rows = b""
+            for first in range(0, CHUNKS, STEP_CHUNKS):
+                reserve = reservation(keys, range(len(RULES)), first, first + STEP_CHUNKS)
+                rows = at.step(Step(reserve=reserve, commit=rows))
+            at.step(Step(commit=rows))
+
+        for _ in range(PROMPTS):
+            action()
+        yield action
+
+
+@contextmanager
+def hashing() -> Iterator[Action]:
+    """The chain of 512 keys of a prompt, from its list of token ids."""
+    tokens = prompt(0)
+
+    def action() -> None:
+        assert ChunkKeys(seed(b"count"), CHUNK).extend(tokens) == CHUNKS
+
+    yield action
+
+
+def mark() -> None:
+    """What the counter listens for: a function of libc that nothing else here calls."""
+    os.getsid(0)
+
+
+def main() -> None:
+    """Run the workloads that are named, each as module:function, between two marks."""
+    gc.disable()
+    for name in sys.argv[1:]:
+        module, function = name.split(":")
+        workload: Workload = getattr(importlib.import_module(module), function)
+        with workload() as action:
+            for _ in range(WARM):
+                action()
+            mark()
+            for _ in range(TIMES):
+                action()
+            mark()
+
+
+if __name__ == "__main__":
+    main()
