@@ -186,6 +186,11 @@ class Config:
         "off", "", "Checksums of slot contents: off, store (made at commit), verify (also "
         "compared at each load, and by a scrub while the server is idle).", one_of("off", "store", "verify"), "server",
     )  # fmt: skip
+    reserve: str = _option(
+        "behind", "", "When the arena's memory is reserved: behind (its first 512 MiB before the server "
+        "is ready, the rest behind the first requests), or wait (all of it before).",
+        one_of("behind", "wait"), "server",
+    )  # fmt: skip
     prefault_threads: int = _option(
         2, "threads", "Threads that touch the arena's pages after the start; 0: none.",
         whole(0, 256), "server",

@@ -129,6 +129,8 @@ def _arena(arena: Mapping[str, Any]) -> Iterator[Metric]:
     yield slots
     yield _gauge("arena_slabs", "Slabs of the arena", arena["slabs"])
     yield _gauge("arena_free_slabs", "Slabs that are bound to no slot size", arena["slabs_free"])
+    behind = "Bytes of the arena that have memory behind them"
+    yield _gauge("arena_backed_bytes", behind, arena["backed_bytes"])
     touched = "Bytes of the arena that were touched ahead of use"
     yield _gauge("arena_prefaulted_bytes", touched, arena["prefaulted_bytes"])
     age = arena["coldest_age_s"]

@@ -66,7 +66,11 @@ def _length(gap: list[int]) -> int:
 
 
 class SlabAllocator:
-    """Free slots of every size. Starts from what the slab table says (see `adopt_extents`)."""
+    """Free slots of every size. Starts from what the slab table says (see `adopt_extents`).
+
+    Only slabs whose memory is reserved (below the arena's mark, see layout) are bound to a size; the mark
+    may rise at any time.
+    """
 
     def __init__(self, arena: Arena) -> None:
         self.arena = arena
@@ -76,13 +80,32 @@ class SlabAllocator:
         self.per_slab = arena.geometry.rows_per_slab
         self._free: dict[int, _Stack] = {}
         self._extents: dict[int, int] = {}  # class → number of its extents
+        self._usable = 0
         self._plan = lru_cache(maxsize=1024)(self._extent_slabs)
         self.count_free()
 
     def count_free(self) -> None:
         """The slab table was changed from outside (a repair): count its free slabs anew."""
-        self._free_slabs = int((self.arena.slabs["extent_slabs"] == 0).sum())
+        self._usable = self._below_mark()
+        self._free_slabs = int((self.arena.slabs["extent_slabs"][: self._usable] == 0).sum())
         self._gaps: list[list[int]] | None = None  # free_runs(), where nothing changed since
+
+    def usable_slabs(self) -> int:
+        """Slabs whose memory is reserved: the first so many."""
+        if self._usable < self.slabs:
+            now = self._below_mark()
+            if now != self._usable:
+                self._free_slabs += now - self._usable  # those beyond the mark were all free
+                self._usable = now
+                self._gaps = None
+        return self._usable
+
+    def _below_mark(self) -> int:
+        return min(self.arena.backed_bytes // self.slab_bytes, self.slabs)
+
+    def growing(self) -> bool:
+        """More slabs will come by themselves, soon: nothing has to leave for want of them."""
+        return self._usable < self.slabs and self.usable_slabs() < self.slabs and self.arena.growing
 
     # -------------------------------------------------------------------------------- planning
     def min_slabs(self, slot_bytes: int) -> int:
@@ -91,7 +114,11 @@ class SlabAllocator:
 
     def fits(self, slot_bytes: int) -> bool:
         """Whether one slot of this size has a place in the empty arena."""
-        return self.min_slabs(slot_bytes) <= self.slabs
+        return self.min_slabs(slot_bytes) <= self.room_slabs()
+
+    def room_slabs(self) -> int:
+        """Slabs that there are, or will be when all is reserved."""
+        return self.slabs if self.growing() else self.usable_slabs()
 
     def extent_slabs(self, slot_bytes: int, at_most: int | None = None) -> int:
         """Slabs of an extent for this size, at most `at_most`; 0 when not even one slot fits."""
@@ -240,15 +267,20 @@ class SlabAllocator:
 
     def _bind_free(self, size: int) -> bool:
         """Bind one more extent in free slabs, the smallest gap that will do. False: there is none."""
+        end = self.usable_slabs()
         if not self._free_slabs:
             return False
-        gaps = self.free_runs().tolist() if self._gaps is None else self._gaps
+        gaps = self.free_runs(end).tolist() if self._gaps is None else self._gaps
         wanted = self.extent_slabs(size)
         enough = [gap for gap in gaps if gap[1] >= wanted]
         if wanted and enough:
             gap, m = min(enough, key=_length), wanted
         else:
-            gap = max(gaps, key=_length)
+            # The last one will soon be larger: not cut small.
+            whole = [gap for gap in gaps if sum(gap) < end] if self.growing() else gaps
+            if not whole:
+                return False
+            gap = max(whole, key=_length)
             m = self.extent_slabs(size, gap[1])
         if not m:
             return False
@@ -257,8 +289,9 @@ class SlabAllocator:
         self._gaps = [gap for gap in gaps if gap[1]]
         return n > 0
 
-    def free_runs(self) -> Numbers:
-        """[[first slab, length], …] of all gaps between extents."""
-        free = np.concatenate([[0], self.arena.slabs["extent_slabs"] == 0, [0]]).astype(np.int8)
+    def free_runs(self, end: int | None = None) -> Numbers:
+        """[[first slab, length], …] of all gaps between extents, as far as they lie before slab `end`."""
+        free = self.arena.slabs["extent_slabs"][:end] == 0
+        free = np.concatenate([[0], free, [0]]).astype(np.int8)
         edges = np.flatnonzero(np.diff(free)).reshape(-1, 2)
         return np.stack([edges[:, 0], edges[:, 1] - edges[:, 0]], axis=1)

@@ -37,6 +37,8 @@ class Copy:
     hot: Table
     cold: Table
     slabs: Table
+    backed: int
+    """The mark, read after the rest: it only rises."""
 
 
 def check(arena: Arena, *, live: bool = False) -> list[str]:
@@ -45,7 +47,8 @@ def check(arena: Arena, *, live: bool = False) -> list[str]:
     Proved: every slab belongs to at most one extent and every extent's slots are rows of its own at their
     place (so no two slots overlap); free + reserved + committed + quarantined rows are those that extents
     have; every (namespace, group, key) stands once among committed and reserved rows; committed rows fit
-    their seal; pins stand only on committed rows. `live`: tolerate a server that is at work.
+    their seal; pins stand only on committed rows; extents lie where memory is reserved.
+    `live`: tolerate a server that is at work.
     """
     found = _look(arena)
     for _ in range(LOOKS if live else 0):
@@ -57,7 +60,8 @@ def check(arena: Arena, *, live: bool = False) -> list[str]:
 
 
 def _look(arena: Arena) -> set[tuple[str, int]]:
-    table = Copy(arena.geometry, arena.hot.copy(), arena.cold.copy(), arena.slabs.copy())
+    tables = arena.hot.copy(), arena.cold.copy(), arena.slabs.copy()
+    table = Copy(arena.geometry, *tables, arena.backed_bytes)
     found: set[tuple[str, int]] = set()
     for finder in (_slabs, _places, _overlaps, _keys, _states):
         for text, numbers in finder(table):
@@ -102,6 +106,14 @@ def bad_slabs(geometry: Geometry, slabs: Table) -> Mask:
     return bad
 
 
+def unbacked(geometry: Geometry, slabs: Table, backed: int) -> Mask:
+    """[slabs] True for those of extents that do not lie wholly below the mark."""
+    end = slabs["first"].astype(np.int64) + slabs["extent_slabs"]
+    end = np.maximum(end, np.arange(1, geometry.slabs + 1))
+    beyond: Mask = (end > backed // geometry.slab_bytes) & (slabs["extent_slabs"] > 0)
+    return beyond
+
+
 def bound_rows(geometry: Geometry, slabs: Table) -> Mask:
     """[max_slots] True for rows that are slots of an extent."""
     q = geometry.rows_per_slab
@@ -126,6 +138,8 @@ def misplaced(geometry: Geometry, cold: Table, slabs: Table) -> Mask:
 def _slabs(table: Copy) -> Findings:
     bad = bad_slabs(table.geometry, table.slabs)
     yield "slabs that are part of no sound extent", np.flatnonzero(bad)
+    beyond = unbacked(table.geometry, table.slabs, table.backed)
+    yield "slabs in use whose memory is not reserved", np.flatnonzero(beyond)
 
 
 def _places(table: Copy) -> Findings:

@@ -5,6 +5,7 @@
     meta   HEADER | SLABS | HOT[max_slots] | COLD[max_slots] | NAMESPACES A | B | CLIENTS | BOARDS
            each region starts on a page; BOARDS is u64[MAX_CLIENTS, MAX_RANKS, RING]
     data   slab 0 | slab 1 | … | slab n-1 | tail (smaller than a slab: unusable)
+           ├──── reserved ────┤mark → (rises behind the first requests until it is the whole)
 
     rows   slab i owns rows [i·q, (i+1)·q), q = max_slots / slabs. An *extent* is a run of m slabs bound
            to one slot size; its slots take the first rows of the m·q that its slabs own:
@@ -26,7 +27,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 MAGIC = b"LMCSHM01"
 PAGE = 4096
 RING = 1024
@@ -112,8 +113,20 @@ CLIENT_DTYPE = np.dtype(
         ("starts", "<u8", (MAX_PROCESSES,)),
     ]
 )
-# The changing part of the header page.
-LIVE_DTYPE = np.dtype([("pid", "<i8"), ("boot", "S16"), ("starts", "<u8"), ("prefaulted", "<u8")])
+# The changing part of the header page. backed: bytes from the start of the data segment that have memory
+# behind them (the *mark*); nothing beyond is bound, read or written. It only rises. stopped: errno with
+# which reserving the rest ended for good, 0: it goes on, or is through.
+LIVE_DTYPE = np.dtype(
+    [
+        ("pid", "<i8"),
+        ("boot", "S16"),
+        ("starts", "<u8"),
+        ("prefaulted", "<u8"),
+        ("backed", "<u8"),
+        ("stopped", "<u4"),
+        ("spare", "<u4"),
+    ]
+)
 LIVE_AT = 2048
 
 Table = npt.NDArray[Any]

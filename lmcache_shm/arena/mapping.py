@@ -55,10 +55,12 @@ class Arena:
     def __init__(
         self, instance: str, data_fd: int, meta_fd: int, *, writable: bool, server: bool
     ) -> None:
-        """Map what the descriptors refer to and close them (a server keeps the lock's). Raises ArenaError."""
+        """Map what the descriptors refer to and close them (a server keeps both: the table's holds its lock,
+        through the data's it goes on reserving memory). Raises ArenaError."""
         self.instance = instance
         self.data_name, self.meta_name = segment_names(instance)
         self._lock_fd = -1
+        self.data_fd = -1
         try:
             self.header = _read_header(meta_fd)
             _check_sizes(self.header, data_fd, meta_fd)
@@ -68,10 +70,10 @@ class Arena:
             facts = os.fstat(meta_fd)
             self._meta_identity = facts.st_dev, facts.st_ino
         finally:
-            os.close(data_fd)
             if server and hasattr(self, "_meta_identity"):
-                self._lock_fd = meta_fd
+                self._lock_fd, self.data_fd = meta_fd, data_fd
             else:
+                os.close(data_fd)
                 os.close(meta_fd)
 
     def _map(self, data_fd: int, meta_fd: int, *, writable: bool, server: bool) -> None:
@@ -85,6 +87,9 @@ class Arena:
             # Workers report here; the rest of the meta segment stays out of their reach.
             self._boards_map = mmap.mmap(meta_fd, r.total - r.boards, prot=both, offset=r.boards)
             boards, at = self._boards_map, 0
+        with contextlib.suppress(OSError):  # a kernel without huge pages
+            # Means something where /dev/shm is mounted with huge=advise, and nothing elsewhere.
+            self.data.madvise(mmap.MADV_HUGEPAGE)
         self.data_array: npt.NDArray[np.uint8] = np.frombuffer(self.data, np.uint8)
         self.live: Table = self._view(LIVE_DTYPE, 1, LIVE_AT)
         self.slabs: Table = self._view(SLAB_DTYPE, g.slabs, r.slabs)
@@ -107,6 +112,16 @@ class Arena:
     @property
     def data_bytes(self) -> int:
         return self.geometry.data_bytes
+
+    @property
+    def backed_bytes(self) -> int:
+        """The mark: so many bytes of the data have memory behind them, and may be used."""
+        return min(int(self.live["backed"][0]), self.data_bytes)
+
+    @property
+    def growing(self) -> bool:
+        """Whether the mark still rises (or will, when a server comes back)."""
+        return self.backed_bytes < self.data_bytes and not int(self.live["stopped"][0])
 
     @property
     def meta_bytes(self) -> int:
@@ -136,6 +151,9 @@ class Arena:
             unlock(self._lock_fd)  # a mapping that lives on holds a copy of the descriptor
             os.close(self._lock_fd)
             self._lock_fd = -1
+        if self.data_fd >= 0:
+            os.close(self.data_fd)
+            self.data_fd = -1
 
     def unlink(self) -> bool:
         """Remove the names if they are still those of this arena (device and inode). True if they were."""

@@ -15,7 +15,16 @@ import posix_ipc
 from lmcache_shm.arena.errors import AdoptError, ArenaError, InstanceBusy, RuntimeDirError
 from lmcache_shm.arena.layout import LIVE_AT, LIVE_DTYPE, Geometry, Header, Regions
 from lmcache_shm.arena.mapping import META_SUFFIX, PREFIX, Arena, segment_names, shm_path, unlink_if
-from lmcache_shm.arena.memory import SHM_DIR, Limit, Progress, check_room, prefault, reserve
+from lmcache_shm.arena.memory import (
+    SHM_DIR,
+    Limit,
+    Progress,
+    check_room,
+    prefault,
+    reserve,
+    reserve_rest,
+    secure,
+)
 from lmcache_shm.arena.owner import GLANCE_S, OwnerLock, runtime_dir, same_file, try_lock
 
 __all__ = [
@@ -32,6 +41,7 @@ __all__ = [
     "attach",
     "create",
     "prefault",
+    "reserve_rest",
     "runtime_dir",
     "segment_names",
     "shm_path",
@@ -49,9 +59,12 @@ def create(
     slab_bytes: int | None = None,
     progress: Progress | None = None,
     bounds: list[Limit] | None = None,
+    first: int | None = None,
 ) -> Arena:
-    """Make an empty arena with all its memory reserved, in place of a dead one of the same name.
+    """Make an empty arena in place of a dead one of the same name.
 
+    There is room for all of it or it is not made; `first` bytes of the data (None: all) are reserved now,
+    the rest is left to `reserve_rest`.
     progress(done, total) is called as bytes are reserved. `bounds` replaces what memory.limits() finds.
     Raises InstanceBusy when a live server has the name, ArenaError (with the remedy) when there is no room.
     """
@@ -68,7 +81,11 @@ def create(
         data_fd = _open(data_name, posix_ipc.O_CREX)
         meta_bytes = Regions.of(geometry).total
         reserve(meta_fd, meta_bytes)
-        reserve(data_fd, geometry.data_bytes, progress)
+        reserve(data_fd, geometry.data_bytes, progress, first=first)
+        live = np.zeros(1, LIVE_DTYPE)
+        live["pid"] = os.getpid()
+        live["backed"] = geometry.data_bytes if first is None else first
+        os.pwrite(meta_fd, live.tobytes(), LIVE_AT)
         facts = os.fstat(data_fd)
         arena_id = secrets.token_bytes(16)
         header = Header(arena_id, facts.st_dev, facts.st_ino, time.time_ns(), geometry, meta_bytes)
@@ -111,7 +128,8 @@ def attach(instance: str, *, writable_data: bool, server: bool = False) -> Arena
 def adopt(instance: str, wanted: Geometry) -> Arena:
     """Take over the arena that a dead server left. Raises AdoptError with the reason, or InstanceBusy.
 
-    Checks the header and the geometry; the rows are checked by Catalog.recover().
+    Checks the header and the geometry, and that there is memory up to the mark; the rows are checked by
+    Catalog.recover(). If the dead server had not reserved all of it yet, `reserve_rest` goes on.
     """
     try:
         arena = attach(instance, writable_data=True, server=True)
@@ -123,6 +141,11 @@ def adopt(instance: str, wanted: Geometry) -> Arena:
     if differences:
         arena.close()
         raise AdoptError(differences)
+    try:
+        secure(arena)
+    except ArenaError as error:
+        arena.close()
+        raise AdoptError(str(error)) from None
     return arena
 
 

@@ -3,7 +3,7 @@
 import numpy as np
 import numpy.typing as npt
 
-from lmcache_shm.arena.check import bad_slabs, bound_rows, duplicates, misplaced
+from lmcache_shm.arena.check import bad_slabs, bound_rows, duplicates, misplaced, unbacked
 from lmcache_shm.arena.clients import read_clients
 from lmcache_shm.arena.layout import FLAG_DROP, Mask, Rows, SlotState, seal
 from lmcache_shm.catalog.namespace import CatalogError
@@ -50,7 +50,7 @@ def _mend_slabs(slots: Slots, state: npt.NDArray[np.uint8]) -> None:
     Raises CatalogError when something is in use where no extent is sound.
     """
     geometry, slabs = slots.arena.geometry, slots.arena.slabs
-    bad = bad_slabs(geometry, slabs)
+    bad = bad_slabs(geometry, slabs) | unbacked(geometry, slabs, slots.arena.backed_bytes)
     in_use = (state >= SlotState.RESERVED).reshape(geometry.slabs, -1).any(axis=1)
     if (bad & in_use).any():
         raise CatalogError(

@@ -111,7 +111,7 @@ class Registry:
             if spec.slot_bytes < 1:
                 raise CatalogError(f"group {spec.name}: a slot of {spec.slot_bytes} bytes")
             if not allocator.fits(spec.slot_bytes):
-                room = allocator.slabs * allocator.slab_bytes
+                room = allocator.room_slabs() * allocator.slab_bytes
                 raise CatalogError(
                     f"one chunk of group {spec.name} takes {spec.slot_bytes / 2**20:.1f} MiB, the "
                     f"arena has room for {room / 2**20:.1f} MiB; start the server with a larger "

@@ -29,7 +29,9 @@ def _arena(slots: Slots, census: Census) -> dict[str, Any]:
     arena, allocator = slots.arena, slots.allocator
     nbytes = {name: census.nbytes(name) for name in STATES}
     slabs_free = allocator.slabs - int(census.lengths.sum())
-    nbytes["free"] += slabs_free * allocator.slab_bytes
+    waiting = allocator.slabs - allocator.usable_slabs()
+    nbytes["free"] += (slabs_free - waiting) * allocator.slab_bytes
+    nbytes["unbacked"] = waiting * allocator.slab_bytes
     nbytes["unusable"] = arena.data_bytes - sum(nbytes.values())
     coldest = census.coldest()
     return {
@@ -41,6 +43,8 @@ def _arena(slots: Slots, census: Census) -> dict[str, Any]:
         "max_slots": arena.max_slots,
         "bytes": nbytes,
         "slots": {name: census.total(name) for name in (*STATES, "pinned")},
+        "backed_bytes": arena.backed_bytes,
+        "growing": arena.growing,
         "prefaulted_bytes": int(arena.live["prefaulted"][0]),
         "coldest_tick": coldest[1] if coldest else None,
         "tick": slots.tick,

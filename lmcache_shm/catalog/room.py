@@ -27,9 +27,12 @@ class Room:
         """
         slots, allocator = self._slots, self._slots.allocator
         self._lru.changes = slots.changes
+        # While the arena's memory is still being reserved nothing leaves: the newcomers are refused instead,
+        # for some seconds at most. Asked first: what comes in between is there for `alloc`.
+        growing = allocator.growing()
         parts = [allocator.alloc(slot_bytes, n)]
         missing = n - len(parts[0])
-        while missing:
+        while missing and not growing:
             oldest = self._lru.oldest(slot_bytes, before)
             if oldest is not None:
                 than: float = oldest

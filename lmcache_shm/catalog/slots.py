@@ -38,7 +38,12 @@ PARENT_AT = 16
 """Offset of `parent` in a cold row."""
 
 # Parts of the words of a hot row (see hot_words).
-STATE_AND_FLAGS, DROPPED, GROUP_AT, GROUP = word(0xFFFF), word(FLAG_DROP << 8), word(16), word(0xFFFF)
+STATE_AND_FLAGS, DROPPED, GROUP_AT, GROUP = (
+    word(0xFFFF),
+    word(FLAG_DROP << 8),
+    word(16),
+    word(0xFFFF),
+)
 KNOWN, NUMBER = word(0xFFFFFFFF), word(0xFFFF0000)  # all but the pins; the group where it stands
 PIN, NAMESPACE_AT, NAMESPACE = word(1 << 32), word(32), word(0xFFFFFFFF << 32)
 NO_CLIENT = word(0xFFFF)
@@ -95,9 +100,7 @@ class Slots:
             if space is not None and word & 0xFFFF < len(space.groups):
                 yield space.groups[word & 0xFFFF], rows if same else rows[owner == word]
 
-    def count_by_group(
-        self, spaces: list[int], numbers: list[int]
-    ) -> Iterator[tuple[Group, int]]:
+    def count_by_group(self, spaces: list[int], numbers: list[int]) -> Iterator[tuple[Group, int]]:
         """How often each group is named by the ids of namespaces and the numbers of groups in them."""
         for (space_id, number), n in Counter(zip(spaces, numbers, strict=True)).items():
             space = self.spaces.get(space_id)

@@ -117,6 +117,7 @@ class Windows:
         )
         score = ticks / np.maximum(used, 1)
         shut = (blocked > 0) | (slabs["slot_bytes"] == size)
+        shut |= np.arange(n) >= self._slabs.usable_slabs()
         for m in (self._slabs.extent_slabs(size), self._slabs.min_slabs(size)):
             windows = _coldest(score, shut, m)
             if windows:

@@ -13,6 +13,7 @@ from lmcache_shm.arena.leftovers import purge as remove
 from lmcache_shm.arena.owner import runtime_dir, safe_dir
 from lmcache_shm.arena.segment import ArenaError, attach
 from lmcache_shm.cli.app import CommandError
+from lmcache_shm.cli.backing import of_snapshot, told
 from lmcache_shm.cli.figures import count, duration, percent, size
 from lmcache_shm.cli.namespaces import unshared
 from lmcache_shm.cli.options import flags
@@ -52,6 +53,7 @@ def _status_lines(s: dict[str, Any]) -> list[str]:
     lines = [
         f"server    {server['instance']}, pid {server['pid']}, version {server['version']}, {up}",
         f"arena     {used}, {count(slots['used'])} slots; {held}",
+        *([f"memory    {backing}"] if (backing := of_snapshot(arena)) else []),
         "work      " + ", ".join(f"{count(counters.get(n, 0))} {word}" for word, n in done.items()),
     ]
     hit, asked = counters.get("hit_tokens", 0), counters.get("query_tokens", 0)
@@ -99,18 +101,29 @@ def check(*, as_json: Json = False, **given: Any) -> None:
         live = False
     findings += [line for line in check_arena(arena, live=live) if line not in findings]
     used = int((arena.hot["state"] == SlotState.COMMITTED).sum())
+    data, backed = arena.data_bytes, arena.backed_bytes
+    backing = told(backed, data, growing=live and arena.growing)
     arena.close()
     seen = "beside its server" if live else "without a server"
     if as_json:
         print(
             json.dumps(
-                {"ok": not findings, "findings": findings, "slots_used": used, "server": live}
+                {
+                    "ok": not findings,
+                    "findings": findings,
+                    "slots_used": used,
+                    "server": live,
+                    "data_bytes": data,
+                    "backed_bytes": backed,
+                }
             )
         )
     elif findings:
         print("\n".join(findings))
     else:
         print(f"consistent: instance {config.instance}, {used} slots used, looked at {seen}")
+        if backing:
+            print(f"memory: {backing}")
     if findings:
         raise typer.Exit(1)
 

@@ -39,6 +39,7 @@ class BenchArena:
         self.data_array: Bytes = np.frombuffer(mmap.mmap(fd, nbytes), dtype=np.uint8)
         self.hot: npt.NDArray[Any] = np.zeros(slots, dtype=HOT_DTYPE)
         self.hot["generation"] = GENERATION
+        self.backed_bytes = nbytes
         self.fd = fd
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from lmcache_shm import __version__
 from lmcache_shm.arena.memory import SHM_DIR
+from lmcache_shm.cli.backing import REMEDY, of_snapshot
 from lmcache_shm.cli.doctor_use import compare_namespaces, examine_use
 from lmcache_shm.cli.figures import duration
 from lmcache_shm.cli.findings import Finding, note, ok, problem
@@ -163,6 +164,9 @@ def health(hello: HelloReply, snapshot: Snapshot, broken: list[str]) -> Iterator
             "cannot map it",
             "share it: docker run --ipc=host (or --ipc=container:SERVER) for both",
         )
+    arena = snapshot["arena"]
+    if backing := of_snapshot(arena):
+        yield ok(area, backing) if arena["growing"] else problem(area, backing, REMEDY)
     if broken:
         yield problem(
             area,

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from lmcache_shm import __version__, log
+from lmcache_shm.arena.memory import FIRST, SHM_DIR, remedy
 from lmcache_shm.arena.segment import (
     AdoptError,
     Arena,
@@ -22,11 +23,13 @@ from lmcache_shm.arena.segment import (
     adopt,
     create,
     prefault,
+    reserve_rest,
     segment_names,
     shm_path,
 )
 from lmcache_shm.catalog.catalog import Catalog, CatalogError
 from lmcache_shm.cli.app import CommandError
+from lmcache_shm.cli.backing import told
 from lmcache_shm.cli.figures import size
 from lmcache_shm.config import OPTIONS, Config
 from lmcache_shm.control.link import socket_path
@@ -93,11 +96,14 @@ def run(config: Config) -> None:
                 catalog, recovered = Catalog(arena), None
             service = Service(arena, catalog, config)
             arena.set_owner(service.boot)
+            if config.reserve == "wait":
+                reserve_all(service)
             serving = Server(service, path)
             serving.catch_signals()
             with metrics(config, serving):
                 announce(config, service, path, recovered)
-                threads = prefault(arena, config.prefault_threads, stop)
+                threads = [reserving(service, stop)]
+                threads += prefault(arena, config.prefault_threads, stop)
                 serving.run()
         finally:
             stop.set()
@@ -126,8 +132,44 @@ def open_arena(config: Config) -> tuple[Arena, bool]:
             chunk_size=config.chunk_size,
             separate=config.separate_object_groups,
             progress=progress,
+            first=None if config.reserve == "wait" else FIRST,
         )
     return arena, False
+
+
+def reserve_all(service: Service) -> None:
+    """Reserve now what an earlier server left unreserved; progress on stderr."""
+    arena = service.arena
+    with progress_bar(arena.data_bytes) as progress:
+        _tell_end(service, reserve_rest(arena, threading.Event(), progress))
+
+
+def reserving(service: Service, stop: threading.Event) -> threading.Thread:
+    """A thread that reserves the rest of the arena's memory until `stop`."""
+    arena = service.arena
+
+    def work() -> None:
+        # The requests that are served meanwhile should win the core.
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
+        if arena.growing:
+            _tell_end(service, reserve_rest(arena, stop))
+
+    thread = threading.Thread(target=work, name="lmcache-shm-reserve", daemon=True)
+    thread.start()
+    return thread
+
+
+def _tell_end(service: Service, error: OSError | None) -> None:
+    arena = service.arena
+    if error is not None:
+        service.journal.tell(
+            f"only {size(arena.backed_bytes)} of the arena's {size(arena.data_bytes)} could be reserved "
+            f"({SHM_DIR}: {error.strerror}); serving with these; {remedy(error.errno or 0)}, "
+            "or choose a smaller --l1-size-gb, and restart the server",
+            logging.WARNING,
+        )
+    elif arena.backed_bytes == arena.data_bytes:
+        service.note(f"all {size(arena.data_bytes)} of the arena are reserved")
 
 
 @contextmanager
@@ -147,7 +189,7 @@ def progress_bar(total: int) -> Iterator[Callable[[int, int], None] | None]:
     )
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("", total=total)
-        yield lambda done, _: bar.update(task, completed=done)
+        yield lambda done, end: bar.update(task, completed=done, total=end)
 
 
 @contextmanager
@@ -180,6 +222,7 @@ def announce(config: Config, service: Service, path: Path, adopted: dict[str, in
             "pid": os.getpid(),
             "arena": arena.data_name,
             "arena_bytes": arena.data_bytes,
+            "backed_bytes": arena.backed_bytes,
             "socket": str(path),
             "boot": service.boot.hex(),
             "adopted": adopted,
@@ -189,9 +232,11 @@ def announce(config: Config, service: Service, path: Path, adopted: dict[str, in
         return
     chunks = f"{config.chunk_size} tokens" if config.chunk_size else "as each model needs (auto)"
     end = "kept" if config.keep_arena else "removed"
+    backing = told(arena.backed_bytes, arena.data_bytes, growing=arena.growing)
     lines = [
         f"lmcache-shm {__version__}: instance {config.instance} is ready (pid {os.getpid()})",
         f"  arena   {shm_path(arena.data_name)}, {size(arena.data_bytes)}, {_found(adopted)}; {end} at the end",
+        *([f"  memory  {backing}"] if backing else []),
         f"  socket  {path}",
         f"  chunks  {chunks}",
         "Start an engine with",

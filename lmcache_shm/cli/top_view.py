@@ -126,6 +126,9 @@ def _gauge(arena: Mapping[str, Any], view: View, width: int) -> Text:
     nbytes, total = arena["bytes"], max(arena["data_bytes"], 1)
     taken = nbytes["used"] + nbytes["reserved"]
     text = f" {size(taken)} of {size(total)}, {percent(taken, total)}"
+    backed = arena.get("backed_bytes", total)
+    if backed < total:
+        text += f", {size(backed)} reserved"
     bar = max(width - 8 - len(text), 4)
     shares = [
         ("█", "cyan", nbytes["used"]),

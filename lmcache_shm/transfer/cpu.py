@@ -47,7 +47,7 @@ class CpuEngine:
             ]
             for layout in self._layouts
         ]
-        self.page_tables = PageTables(arena.data_array) if populate else None
+        self.page_tables = PageTables(arena) if populate else None
         self._book = JobBook()
         self._queues: dict[str, deque[Task]] = {"load": deque(), "store": deque()}
         self._loads_in_row = 0

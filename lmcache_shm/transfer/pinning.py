@@ -3,7 +3,7 @@
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -11,19 +11,31 @@ from lmcache_shm.transfer.device import Addresses, Device, DeviceError, Ranges
 
 logger = logging.getLogger(__name__)
 
+LOOK_S = 0.1
+"""Seconds between two looks at how far the server has reserved the arena's memory."""
+
 
 class PinnedMemory:
     """Pins ``[address + start, address + end)`` of every piece, in order, in a background thread.
 
     What is pinned is always a prefix of the pieces. The first failure ends it: one warning with the
     remedy, and the rest stays pageable. All pieces are edges for copies from the start, so a copy
-    that was planned just before a piece got registered is valid either way.
+    that was planned just before a piece got registered is valid either way. A piece waits until ``reserved()``
+    (bytes from ``address``) has reached its end: pinning allocates what is not there.
     """
 
     def __init__(
-        self, device: Device, address: int, pieces: Sequence[tuple[int, int]], *, start: bool = True
+        self,
+        device: Device,
+        address: int,
+        pieces: Sequence[tuple[int, int]],
+        *,
+        reserved: Callable[[], int] | None = None,
+        start: bool = True,
     ) -> None:
         self._device = device
+        self._address = address
+        self._reserved = reserved
         self._pieces = [(address + low, address + high) for low, high in pieces]
         self.edges: Addresses = np.array([high for _, high in self._pieces], dtype=np.int64)
         self._shift = np.zeros(len(self._pieces), dtype=np.int64)
@@ -47,6 +59,8 @@ class PinnedMemory:
             self._device.enter_thread()
             while self._registered < len(self._pieces) and not self._stop.is_set():
                 low, high = self._pieces[self._registered]
+                if not self._wait_for(high):
+                    return
                 self._shift[self._registered] = self._device.register(low, high - low) - low
                 self._registered += 1
                 self._upto = high  # last: from now on copies count on it
@@ -64,6 +78,13 @@ class PinnedMemory:
             self.pinned_bytes / 2**30,
             time.monotonic() - began,
         )
+
+    def _wait_for(self, end: int) -> bool:
+        """Wait until there is memory up to this address; False if told to stop before."""
+        while self._reserved is not None and self._address + self._reserved() < end:
+            if self._stop.wait(LOOK_S):
+                return False
+        return True
 
     def join(self, timeout: float) -> bool:
         """Wait for the background thread; True if everything is pinned."""

@@ -11,29 +11,32 @@ import logging
 import os
 import threading
 
-import numpy as np
-import numpy.typing as npt
+from lmcache_shm.transfer.guard import ArenaView
 
 logger = logging.getLogger(__name__)
 
 MADV_POPULATE_READ = 22
 PIECE_BYTES = 16 << 20
 PAGE = 4096
+LOOK_S = 0.1
+"""Seconds between two looks at how far the server has reserved the arena's memory."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 class PageTables:
-    """Populates a mapping from its start to its end, in a background thread.
+    """Populates the mapping of an arena from its start to its end, in a background thread, as far as its memory
+    is reserved: a page beyond would be allocated by touching it.
 
     ``need()`` does it at once for a range that the background has not reached. Without the kernel's
     support (before Linux 5.14) both do nothing. ``close()`` must come before the mapping goes.
     """
 
-    def __init__(self, mapping: npt.NDArray[np.uint8]) -> None:
-        self._mapping = mapping
-        self._address = mapping.ctypes.data
+    def __init__(self, arena: ArenaView) -> None:
+        self._arena = arena
+        self._mapping = arena.data_array
+        self._address = self._mapping.ctypes.data
         self._done = 0
         self._visited: set[int] = set()
         self._stop = threading.Event()
@@ -72,6 +75,9 @@ class PageTables:
         size = len(self._mapping)
         while self._done < size and not self._stop.is_set():
             piece = min(PIECE_BYTES, size - self._done)
+            while self._done + piece > self._arena.backed_bytes:
+                if self._stop.wait(LOOK_S):
+                    return
             if not self._populate(self._done, piece):
                 return
             self._done += piece

@@ -90,7 +90,9 @@ class StreamEngine:
         self._kernel_below = kernel_below
         self._has_kernel = device.has_kernel
         planned = plan_pieces(arena.data_array.nbytes) if pieces is None else pieces
-        self.pinned = PinnedMemory(device, self._arena, planned, start=start)
+        self.pinned = PinnedMemory(
+            device, self._arena, planned, reserved=lambda: arena.backed_bytes, start=start
+        )
         self._book = JobBook()
         self._lost = ""
         self._flows: dict[JobKind, Flow] = {"store": Flow("store"), "load": Flow("load")}

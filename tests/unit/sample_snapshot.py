@@ -12,9 +12,9 @@ SNAPSHOT: dict[str, Any] = {
     },
     "arena": {
         "data_bytes": 4 << 30, "slab_bytes": 4 << 20, "slabs": 1024, "slabs_free": 240,
-        "bytes": {"free": 1 << 30, "used": (3 << 30) - (8 << 20), "reserved": 6 << 20, "quarantined": 2 << 20, "unusable": 0},
+        "bytes": {"free": 1 << 30, "used": (3 << 30) - (8 << 20), "reserved": 6 << 20, "quarantined": 2 << 20, "unbacked": 0, "unusable": 0},
         "slots": {"free": 100, "used": 2350, "reserved": 5, "quarantined": 2, "pinned": 44},
-        "prefaulted_bytes": 4 << 30, "coldest_age_s": 754.0,
+        "backed_bytes": 4 << 30, "growing": False, "prefaulted_bytes": 4 << 30, "coldest_age_s": 754.0,
     },
     "counters": {
         "evictions": 3411, "rebinds": 12, "stores_skipped_full": 0, "stores_skipped_busy": 7,

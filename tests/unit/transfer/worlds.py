@@ -20,6 +20,7 @@ class FakeArena:
         self.data_array = np.zeros(data_bytes, dtype=np.uint8)
         self.hot = np.zeros(rows, dtype=HOT_DTYPE)
         self.arena_id = b"arena-under-test"
+        self.backed_bytes = data_bytes
 
     def set(self, row: int, state: SlotState, generation: int) -> None:
         self.hot["state"][row] = state
