@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,8 +20,10 @@ import pytest
 
 from lmcache_shm.arena.layout import SlotState
 from lmcache_shm.cli import app, verify, verify_api
+from tests.faults.cluster import until
 from tools.server_process import Server
 from tools.tiny_models import load
+from tools.tiny_models.prompts import tokens
 
 FAMILY = "qwen3_5"
 N = 160  # tokens; its unified block size with --block-size 32
@@ -168,3 +172,23 @@ def test_nothing_stays_pinned(deployed: Deployed) -> None:
     assert table.pins() == 0
     assert len(table.rows(state=SlotState.RESERVED)) == 0
     assert deployed.server.check() == []
+
+
+def test_a_killed_engine_core_leaves_nothing(deployed: Deployed) -> None:
+    """kill -9 of EngineCore in the middle of a store, its API server beside it; the last test on this deployment."""
+    deployed.server.clear()
+    core = deployed.server.status()["clients"][0]["workers"][0]["pid"]
+    prompt = json.dumps({"prompt": tokens("killed", 8 * N), "max_tokens": 1}).encode()
+    request = urllib.request.Request(
+        f"{deployed.url}/v1/completions", prompt, {"Content-Type": "application/json"}
+    )
+    table = deployed.server.table()
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(urllib.request.urlopen, request, timeout=60)
+        until(lambda: len(table.rows(state=SlotState.RESERVED)), "a store is under way")
+        os.kill(core, signal.SIGKILL)
+        with pytest.raises(OSError):  # whatever the API server says: it lost its engine
+            answer.result()
+    until(lambda: not any(c["connected"] for c in deployed.server.status()["clients"]), "it left")
+    until(lambda: not len(table.rows(state=SlotState.QUARANTINED)), "quarantine ends")
+    test_nothing_stays_pinned(deployed)

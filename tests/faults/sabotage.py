@@ -1,6 +1,8 @@
-"""Negative controls: take one protection out of the server, and see the harness report wrong bytes."""
+"""Take one protection out of the server (negative controls: the harness must report wrong bytes), or something it may rely on."""
 
 import os
+import random
+import time
 from typing import Any
 
 
@@ -14,5 +16,9 @@ def install() -> None:
             self.catalog.abort(rows)
 
         Engines.quarantine = at_once  # type: ignore[method-assign]
+    elif what == "clock":
+        # At every look it shows another time between 1970 and 2116.
+        time.time = lambda: random.uniform(0, 1 << 32)
+        time.time_ns = lambda: random.randrange(1 << 62)
     elif what:
         raise ValueError(f"unknown sabotage {what!r}")

@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import textwrap
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -186,3 +187,63 @@ def test_no_locked_memory_is_needed(instance: str) -> None:
         cluster.start_server()
         cluster.add_engines({})
         cluster.prove()
+
+
+def test_the_time_of_day_decides_nothing(instance: str) -> None:
+    """The server's clock jumps by decades, back and forth: it is shown to people, and that is all."""
+    with Cluster(instance, "--checksum", "verify", SABOTAGE="clock") as cluster:
+        cluster.start_server()
+        (engine,) = cluster.add_engines({})
+        cluster.drive(lambda: engine.counts["hits"] > 20, "hits")
+        assert cluster.kill_server() > 0
+        cluster.start_server()
+        before = engine.counts["hits"]
+        cluster.drive(lambda: engine.counts["hits"] > before + 20, "hits again")
+        assert cluster.prove()["late"] == 0
+        status = cluster.status()
+        assert status is not None
+        assert status["server"]["adopted"]["slots"] > 0
+        assert abs(status["server"]["started_at"] - time.time()) > 3600, "the clock did not jump"
+        for command in ("status", "ls", "check"):
+            shown = python(
+                "from lmcache_shm.cli.app import main; main()", command, "--instance", instance
+            )
+            assert shown.returncode == 0, shown.stderr
+
+
+@as_root
+@pytest.mark.usefixtures("private_mounts")
+def test_a_runtime_directory_that_cannot_be_written_serves_engines_and_no_new_server(
+    instance: str,
+) -> None:
+    """As a container sees the host's: engines need only the socket; a server says what to change."""
+    program = """
+        import os, subprocess, sys
+        from tests.faults.cluster import Cluster
+        folder = os.environ["LMCACHE_SHM_RUNTIME_DIR"]
+        with Cluster(sys.argv[1]) as cluster:
+            cluster.start_server()
+            for options in (["--bind"], ["-o", "remount,bind,ro"]):
+                if subprocess.run(["mount", *options, folder, folder]).returncode:
+                    sys.exit(77)
+            try:
+                (engine,) = cluster.add_engines({})
+                engine.ask(document=1, chunks=5)
+                print(engine.ask(document=1, chunks=5, look=True)["hit"], engine.counts["wrong"])
+                second = subprocess.run(
+                    [sys.executable, "-m", "lmcache_shm", "server", "--instance", sys.argv[1] + "-b",
+                     "--l1-size-gb", "0.0625"], capture_output=True, text=True)
+                print(second.returncode != 0, second.stderr, end="")
+            finally:
+                cluster.dismiss(engine)
+                subprocess.run(["umount", folder])
+    """
+    found = python(program, instance, before=["unshare", "-m"])
+    if found.returncode == 77:
+        pytest.skip("mount is not allowed here")
+    assert found.returncode == 0, found.stderr
+    served, refused = found.stdout.splitlines()
+    assert served == "5 0"
+    assert refused.startswith("True ")
+    assert "cannot write" in refused
+    assert "--runtime-dir" in refused

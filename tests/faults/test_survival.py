@@ -145,8 +145,8 @@ def test_replicas_store_one_copy_and_all_ranks_load_it(instance: str) -> None:
 def test_a_request_longer_than_the_arena_harms_nobody(instance: str) -> None:
     """Forty chunks of eight ranks, four at a time; the arena has room for about fifteen.
 
-    How much of it is found depends on which group's chunks found room (both are needed); what is counted as
-    not stored, what is found is right, and the next request has all the room it needs.
+    What fits of it is found, in both groups; what does not is counted as not stored; and the next request has
+    all the room it needs.
     """
     with Cluster(instance) as cluster:
         cluster.start_server()
@@ -155,7 +155,7 @@ def test_a_request_longer_than_the_arena_harms_nobody(instance: str) -> None:
             engine.tell(document=1, chunks=chunks)
         engine.answer()
         assert engine.counts["full"] > 0
-        assert engine.ask(document=1, chunks=40, look=True)["hit"] <= 20
+        assert 15 <= engine.ask(document=1, chunks=40, look=True)["hit"] < 40
         assert engine.ask(document=5, chunks=4)["stored"] == 4
         assert engine.ask(document=5, chunks=4, look=True)["hit"] == 4
         assert engine.counts["wrong"] == 0

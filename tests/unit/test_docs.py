@@ -53,6 +53,22 @@ def test_every_page_can_be_reached(page: Path):
     assert page in _reached()
 
 
+def test_tests_that_the_docs_name_exist():
+    named = {
+        match
+        for page in PAGES
+        for match in re.findall(r"([\w/]+\.py)::(test_\w+)", page.read_text())
+    }
+    missing = [
+        f"{file}::{test}"
+        for file, test in sorted(named)
+        if f"def {test}(" not in (ROOT / "tests" / file).read_text()
+    ]
+
+    assert len(named) > 70
+    assert missing == []
+
+
 def _reached() -> set[Path]:
     seen, ahead = set(), [ROOT / "README.md"]
     while ahead:
