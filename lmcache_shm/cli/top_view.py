@@ -210,7 +210,9 @@ def _left(snapshot: Snapshot, view: View, width: int, room: int) -> list[Section
     if chosen:
         held = [*tables.describe(chosen[0], width), *held]
     total = len(snapshot["namespaces"])
-    note = f"{len(chosen)} of {total} namespaces" if chosen else f"by look-ups, sorted by {view.sort}"
+    note = (
+        f"{len(chosen)} of {total} namespaces" if chosen else f"by look-ups, sorted by {view.sort}"
+    )
     # The picture may take a seventh of the room, and in two columns what the table leaves.
     rows = max((room or 24) // 7, room - len(held) - 2 if view.width >= WIDE else 0, 1)
     drawn = picture(snapshot, width, min(rows, 12), colour=view.colour, chosen=view.namespace)
