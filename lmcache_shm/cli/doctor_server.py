@@ -210,7 +210,7 @@ def _engines_of(snapshot: Snapshot) -> Iterator[Finding]:
                 "engines",
                 f"{title} runs in another pid namespace than the server: when a connection breaks, its "
                 "slots wait until it has ended or is back",
-                "let the containers share one: --pid, shareProcessNamespace (docs/deploy.md)",
+                "docker run --pid=host for both, or shareProcessNamespace: true   (docs/deploy.md)",
             )
         if client["connected"]:
             yield ok(

@@ -216,7 +216,7 @@ def refused(call: str) -> str:
 
     names = {**vars(worlds), "check_recurrent": check_recurrent, "make_plan": make_plan}
     with pytest.raises(ModelError) as caught:
-        eval(call, names)  # noqa: S307  (three constants, above)
+        eval(call, names)  # three constants, above
     return str(caught.value)
 
 
