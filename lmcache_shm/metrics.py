@@ -158,7 +158,10 @@ def _groups(namespaces: Iterable[Mapping[str, Any]]) -> Iterator[Metric]:
     )
     hits = labelled(CounterMetricFamily, "group_hits", "Look-ups to which this group gave chunks")
     chunks = labelled(CounterMetricFamily, "group_hit_chunks", "Chunks of the group that hits used")
-    misses = labelled(CounterMetricFamily, "group_misses", "Look-ups that this group cut short")
+    lacked = "Look-ups that found nothing for want of this group"
+    misses = labelled(CounterMetricFamily, "group_misses", lacked)
+    cut = "Look-ups that found something, and no more for want of this group"
+    short = labelled(CounterMetricFamily, "group_short", cut)
     gone = labelled(CounterMetricFamily, "group_evictions", "Slots of the group that were evicted")
     for namespace in namespaces:
         for group in namespace["groups"]:
@@ -169,8 +172,9 @@ def _groups(namespaces: Iterable[Mapping[str, Any]]) -> Iterator[Metric]:
             hits.add_metric(labels, group["served"])
             chunks.add_metric(labels, group["hits"])
             misses.add_metric(labels, group["misses"])
+            short.add_metric(labels, group["short"])
             gone.add_metric(labels, group["evictions"])
-    yield from (size, slots, hits, chunks, misses, gone)
+    yield from (size, slots, hits, chunks, misses, short, gone)
 
 
 def _clients(clients: Iterable[Mapping[str, Any]]) -> Iterator[Metric]:

@@ -53,8 +53,9 @@ PANELS: list[tuple[str, str, str, list[tuple[str, str]]]] = [
     ("Hits by object group", "short", "timeseries", [
         (f"sum by (model, group) ({rate('group_hits')})", "{{model}} {{group}}"),
     ]),
-    ("Look-ups cut short, by object group", "short", "timeseries", [
-        (f"sum by (model, group) ({rate('group_misses')})", "{{model}} {{group}}"),
+    ("Look-ups missed or cut short for want of an object group", "short", "timeseries", [
+        (f"sum by (model, group) ({rate('group_misses')})", "missed: {{model}} {{group}}"),
+        (f"sum by (model, group) ({rate('group_short')})", "short: {{model}} {{group}}"),
     ]),
     ("Look-up in the server, 50 and 99 %", "s", "timeseries", [
         (f"histogram_quantile(0.5, sum by (le) (rate({P}lookup_duration_seconds_bucket{BY}[$__rate_interval])))", "50 %"),

@@ -97,7 +97,11 @@ def _state_of(meta: Path) -> tuple[int, bool, str]:
 
 def _runtime_files(folder: Path, live: set[str]) -> Iterator[Leftover]:
     kinds: dict[str, Kind] = {LOCK_SUFFIX: "lock", SOCKET_SUFFIX: "socket"}
-    for path in sorted(folder.iterdir()) if folder.is_dir() else []:
+    try:
+        paths = sorted(folder.iterdir())
+    except OSError:  # missing, or not ours to read
+        return
+    for path in paths:
         kind = kinds.get(path.suffix)
         if kind is None:
             continue

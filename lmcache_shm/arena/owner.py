@@ -9,6 +9,8 @@ from pathlib import Path
 from lmcache_shm.arena.errors import InstanceBusy, RuntimeDirError
 
 LOCK_SUFFIX = ".lock"
+OURS = {LOCK_SUFFIX, ".sock", ".log"}
+"""Suffixes of the files in a runtime directory."""
 GLANCE_S = 0.2
 """A tool that removes leftovers owns what it removes for a moment."""
 LOOK_S = 10.0
@@ -16,22 +18,27 @@ LOOK_S = 10.0
 
 
 def runtime_dir() -> Path:
-    """The directory of sockets and locks, made if need be: 0700 and this user's own.
+    """The directory of sockets and locks, made if need be: 0700 and this user's own. Raises RuntimeDirError."""
+    return safe_dir(runtime_path())
 
-    $LMCACHE_SHM_RUNTIME_DIR, else $XDG_RUNTIME_DIR/lmcache-shm, else /tmp/lmcache-shm-UID. Raises
-    RuntimeDirError.
-    """
+
+def runtime_path() -> Path:
+    """Where it is, unseen: $LMCACHE_SHM_RUNTIME_DIR, else $XDG_RUNTIME_DIR/lmcache-shm, else /tmp/lmcache-shm-UID."""
     given = os.environ.get("LMCACHE_SHM_RUNTIME_DIR")
     base = os.environ.get("XDG_RUNTIME_DIR")
     if given:
-        return safe_dir(Path(given))
+        return Path(given)
     if base and Path(base).is_dir():
-        return safe_dir(Path(base) / "lmcache-shm")
-    return safe_dir(Path(f"/tmp/lmcache-shm-{os.getuid()}"))  # noqa: S108  (checked by safe_dir)
+        return Path(base) / "lmcache-shm"
+    return Path(f"/tmp/lmcache-shm-{os.getuid()}")  # noqa: S108  (checked by safe_dir)
 
 
 def safe_dir(path: Path) -> Path:
-    """`path` as a 0700 directory of ours, made if it is missing. Raises RuntimeDirError."""
+    """`path` as a 0700 directory of ours, made if it is missing. Raises RuntimeDirError.
+
+    One that is open to others is closed, unless it holds more than sockets, locks and logs of ours: whoever
+    names /run or a home directory by mistake must not find it shut to everybody else.
+    """
     remedy = "set LMCACHE_SHM_RUNTIME_DIR (--runtime-dir) to a directory of your own"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -44,6 +51,12 @@ def safe_dir(path: Path) -> Path:
     if facts.st_uid != os.getuid():
         raise RuntimeDirError(f"runtime directory {path} belongs to uid {facts.st_uid}; {remedy}")
     if facts.st_mode & 0o077:
+        foreign = next((p.name for p in path.iterdir() if p.suffix not in OURS), "")
+        if foreign:
+            raise RuntimeDirError(
+                f"runtime directory {path} is open to others and holds more than a cache's files "
+                f"({foreign}); chmod 700 {path} if it is the cache's alone, else {remedy}"
+            )
         try:
             path.chmod(0o700)
         except OSError:

@@ -165,12 +165,15 @@ class Lookup:
     ) -> str:
         """Why a hit ends at n chunks although there are more keys."""
         if n < reach and any((rows[n:] >= 0).any() for rows in held):
-            for group, rows in zip(space.groups, held, strict=True):
-                group.misses += not (len(rows) and rows[-1] >= 0)
+            lacking = [
+                group
+                for group, rows in zip(space.groups, held, strict=True)
+                if not (len(rows) and rows[-1] >= 0)
+            ]
+            _blame(lacking, n)
             return misses.INCOMPLETE_GROUP
         key = names[min(reach, len(names) - 1)]
-        for group in space.groups:
-            group.misses += 1
+        _blame(space.groups, n)
         if any(key in group.index for group in space.groups):
             return misses.IN_FLIGHT
         if key in self._slots.ghosts:
@@ -179,3 +182,10 @@ class Lookup:
         if space.empty and any(not other.empty for other in others):
             return misses.OTHER_NAMESPACE
         return misses.NEVER_SEEN
+
+
+def _blame(groups: list[Group], n: int) -> None:
+    """Count a look-up that found n chunks and no more for want of these groups."""
+    for group in groups:
+        group.short += n > 0
+        group.misses += n == 0

@@ -49,7 +49,9 @@ class Group:
     served: int = 0
     """Look-ups to which it gave chunks."""
     misses: int = 0
-    """Look-ups that it cut short."""
+    """Look-ups that found nothing for want of it."""
+    short: int = 0
+    """Look-ups that found something, and no more for want of it."""
     commits: int = 0
     reserved: int = 0
     """Rows in the index that are not committed yet."""

@@ -89,6 +89,7 @@ def _groups(space: Namespace, counted: dict[str, dict[int, int]]) -> list[dict[s
                 "hits": group.hits,
                 "served": group.served,
                 "misses": group.misses,
+                "short": group.short,
                 "commits": group.commits,
                 "evictions": group.evictions,
             }

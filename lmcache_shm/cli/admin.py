@@ -46,8 +46,9 @@ def _status_lines(s: dict[str, Any]) -> list[str]:
     server, arena, counters = s["server"], s["arena"], s["counters"]
     nbytes, slots = arena["bytes"], arena["slots"]
     held = ", ".join(f"{name} {slots[name]}" for name in ("pinned", "reserved", "quarantined"))
-    share = percent(nbytes["used"], arena["data_bytes"])
-    used = f"{size(nbytes['used'])} of {size(arena['data_bytes'])} used ({share})"
+    taken = nbytes["used"] + nbytes["reserved"]  # as in top
+    share = percent(taken, arena["data_bytes"])
+    used = f"{size(taken)} of {size(arena['data_bytes'])} used ({share})"
     up = f"up {duration(server['uptime_s'])}{', draining' if server['draining'] else ''}"
     done = {"look-ups": "acquires", "slots stored": "commits", "evicted": "evictions"}
     lines = [
@@ -70,6 +71,7 @@ def _status_lines(s: dict[str, Any]) -> list[str]:
             f"          {group['name']}: {group['kind']}"
             + (f" {group['window']}" if group["window"] else "")
             + f", {count(group['slots'])} slots of {size(group['slot_bytes'])}"
+            + _served(group)
             for group in space["groups"]
         ]
     lines += [
@@ -78,11 +80,17 @@ def _status_lines(s: dict[str, Any]) -> list[str]:
     ]
     lines += [
         f"engine    {client['engine_id']} (pid {client['pid']}): "
-        f"{'connected' if client['connected'] else 'gone'}, {len(client['workers'])} workers, "
+        f"{'connected' if client['connected'] else 'gone'}, {len(client['workers'])} worker{'s' * (len(client['workers']) != 1)}, "
         f"{client['leases']} leases, {client['reservations']} reservations, {client['quarantined']} in quarantine"
         for client in s["clients"]
     ]
     return lines
+
+
+def _served(group: dict[str, Any]) -> str:
+    """What share of its look-ups a group served, as in `top`; "" before the first one."""
+    asked = group["served"] + group["misses"]
+    return f", served {percent(group['served'], asked)} of {count(asked)} look-ups" if asked else ""
 
 
 @flags(INSTANCE)

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.padding import Padding
 from rich.text import Text
 
+from lmcache_shm.arena.owner import runtime_path
 from lmcache_shm.cli import doctor_engine as engine
 from lmcache_shm.cli import doctor_host as host
 from lmcache_shm.cli import doctor_leftovers as leftovers
@@ -20,7 +21,6 @@ from lmcache_shm.cli.findings import Finding, problem
 from lmcache_shm.cli.options import flags
 from lmcache_shm.config import Config, ConfigError, server_config
 from lmcache_shm.control.connection import ControlError
-from lmcache_shm.control.link import socket_path
 
 MARKS = {"ok": ("✓", "green"), "note": ("•", "yellow"), "problem": ("✗", "bold red")}
 PLAIN = {"✓": "ok", "•": "--", "✗": "!!"}
@@ -72,13 +72,17 @@ def examine(given: dict[str, Any], transfer_config: str | None = None) -> Iterat
         found, wanted_by_engine = engine.transfer_config(transfer_config)
         yield from found
     config = _met(config, wanted_by_engine)
-    path = socket_path(config)
+    # Not by socket_path(): that would mend or refuse the directory, which is to be looked at as it is.
+    folder = Path(config.runtime_dir) if config.runtime_dir else runtime_path()
+    path = folder / f"{config.instance}.sock"
     owner = leftovers.owner(config.instance, path.parent)
     has_arena = leftovers.has_arena(config.instance, path.parent)
     yield from host.examine_host(int(config.l1_size_gb * 2**30), has_arena=has_arena)
-    yield from server.runtime_directory(path.parent, config.instance)
+    directory = list(server.runtime_directory(path.parent, config.instance))
+    yield from directory
     yield from leftovers.examine(path.parent)
-    yield from _server(config, wanted_by_engine, path, owner)
+    if all(finding.level != "problem" for finding in directory):
+        yield from _server(config, wanted_by_engine, path, owner)
     yield from engine.engines(engine.running_engines())
 
 

@@ -209,6 +209,13 @@ def _engines_of(snapshot: Snapshot) -> Iterator[Finding]:
             yield problem(
                 "engines", f"{title}: workers are stopped", f"kill -CONT {' '.join(stopped)}"
             )
+        if any(w["alive"] and w["pid"] <= 0 for w in client["workers"]):
+            yield note(
+                "engines",
+                f"{title} runs in another pid namespace than the server: when a connection breaks, its "
+                "slots wait until it has ended or is back",
+                "docker run --pid=host for both, or shareProcessNamespace: true   (docs/deploy.md)",
+            )
         if client["connected"]:
             yield ok(
                 "engines", f"{title}: {len(client['workers'])} workers, {client['leases']} leases"

@@ -1,5 +1,6 @@
 """The tables of the live view: object groups, misses, clients, events. Each is a list of lines."""
 
+import textwrap
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -28,7 +29,7 @@ REASONS = {
 
 GROUPS = Columns(
     ("", 1, False),
-    ("namespace / group", 0, False),
+    ("model / group", 0, False),
     ("kind", 11, False),
     ("window", 6, True),
     ("slots", 6, True),
@@ -37,6 +38,7 @@ GROUPS = Columns(
     ("misses", 6, True),
     ("hit", 5, True),
     ("evicted", 7, True),
+    ("short", 6, True),
     ("block", 7, True),
     ("pinned", 6, True),
     ("writing", 7, True),
@@ -96,6 +98,7 @@ def _group(mark: Cell, group: Mapping[str, Any]) -> Iterator[Cell]:
     yield count(group["misses"])
     yield percent(group["served"], group["served"] + group["misses"])
     yield count(group["evictions"])
+    yield count(group.get("short", 0))
     yield "/".join(
         map(str, dict.fromkeys(group.get("block_sizes") or [group.get("block_size") or "-"]))
     )
@@ -170,14 +173,17 @@ def clients(snapshot: Mapping[str, Any], width: int) -> list[Text]:
 
 
 def events(snapshot: Mapping[str, Any], width: int) -> list[Text]:
-    """The newest first."""
+    """The newest first, each on as many lines as it takes."""
     found = snapshot["events"]
     if not found:
         return [line(width, ("none yet", DIM))]
-    return [
-        line(width, (time.strftime("%H:%M:%S ", time.localtime(event["t"])), DIM), event["text"])
-        for event in reversed(found)
-    ]
+    lines = []
+    for event in reversed(found):
+        at = time.strftime("%H:%M:%S ", time.localtime(event["t"]))
+        for text in textwrap.wrap(event["text"], max(width - len(at), 20)) or [""]:
+            lines.append(line(width, (at, DIM), text))
+            at = " " * len(at)
+    return lines
 
 
 def describe(namespace: Namespace, width: int) -> list[Text]:

@@ -147,6 +147,10 @@ def _gauge(arena: Mapping[str, Any], view: View, width: int) -> Text:
 
 
 def _hit_line(counters: Mapping[str, int], history: History, width: int) -> Text:
+    if len(history) < 2:
+        ever = percent(counters["hit_tokens"], counters["query_tokens"])
+        asked = f" of {count(counters['query_tokens'])} looked-up tokens since the start"
+        return line(width, "hits    ", (f"{ever:>5}", "bold"), asked)
     now = history.ratio("hit_tokens", "query_tokens", NOW_S)
     recent = history.ratio("hit_tokens", "query_tokens", MINUTES_S)
     ever = percent(counters["hit_tokens"], counters["query_tokens"])
@@ -167,11 +171,14 @@ def _flow_line(
 ) -> Text:
     counters = snapshot["counters"]
     speed, per_s = history.rate(nbytes, NOW_S), history.rate(tokens, NOW_S)
-    if speed is None:  # a single snapshot: the mean since the start
+    mean = speed is None
+    if speed is None:  # a single snapshot
         up = max(snapshot["server"]["uptime_s"], 1e-3)
         speed, per_s = counters[nbytes] / up, counters.get(tokens, 0) / up
     left = f"{size(speed) + '/s':>10} {count(per_s or 0) + ' tok/s':>12}  "
     tail = f"  {size(counters[nbytes])} in all"
+    if mean:
+        return line(width, f"{name:<8}", (left, "bold"), "on average,", tail[1:])
     room = width - 8 - len(left) - len(tail)
     points = history.rates(nbytes, max(room, 0), MINUTES_S)
     return line(width, f"{name:<8}", (left, "bold"), (sparkline(points), "cyan"), tail)
@@ -206,7 +213,9 @@ def _left(snapshot: Snapshot, view: View, width: int, room: int) -> list[Section
     if chosen:
         held = [*tables.describe(chosen[0], width), *held]
     total = len(snapshot["namespaces"])
-    note = f"{len(chosen)} of {total} namespaces" if chosen else f"sorted by {view.sort}"
+    note = (
+        f"{len(chosen)} of {total} namespaces" if chosen else f"by look-ups, sorted by {view.sort}"
+    )
     # The picture may take a seventh of the room, and in two columns what the table leaves.
     rows = max((room or 24) // 7, room - len(held) - 2 if view.width >= WIDE else 0, 1)
     drawn = picture(snapshot, width, min(rows, 12), colour=view.colour, chosen=view.namespace)
@@ -269,7 +278,9 @@ evicted  slots given to newer chunks; coldest: how long ago the oldest chunk
          was last used. A few seconds mean that the arena is too small.
 group    layers that are stored as one object: full, window (only the tail of
          a window is kept), recurrent (the state at a chunk's end), chunk-local.
-misses   never seen: nobody stored that text. evicted: it was there. incomplete
-         group: one group of the prefix is missing. other namespace: stored by an
-         engine that differs (see `lmcache-shm status`). identity: other cache
-         salt, adapter or image. no server, server too slow: seen by engines."""
+         hits: look-ups it served; misses: look-ups that found nothing for want
+         of it; short: look-ups that found something, but less for want of it.
+misses   look-ups that got less than they asked for. never seen: nobody stored
+         that text. evicted: it was there. incomplete group: a group misses its
+         part. other namespace: stored by an engine that differs (see status).
+         identity differs: other salt, adapter or image. no server, too slow."""

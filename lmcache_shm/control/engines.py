@@ -7,7 +7,8 @@ start time, so that a later server knows who may still write.
 Quarantine. When the scheduler's connection ends, slots it had reserved may still be written by a copy that
 is underway. They are not used again before every worker process of the engine has ended, or the engine has
 come back and said which of them are still being written, or the workers were seen running (not stopped)
-for the grace time, within which a copy that was underway has ended.
+for the grace time, within which a copy that was underway has ended. A worker in another pid namespace
+cannot be seen running: there the grace time alone counts for one of an earlier server, or on Linux before 6.5.
 """
 
 import logging
@@ -60,7 +61,7 @@ class Engine:
         self.workers: dict[int, Worker] = {}
         self.scheduler: Session | None = None
         self.registered: list[list[int]] = []  # region bytes by rank, as the slots were laid out
-        self.processes: dict[tuple[int, int], tuple[int, Process]] = {}  # (pid, start) → (rank, it)
+        self.processes: dict[tuple[int, int], tuple[int, Process]] = {}  # its key → (rank, it)
         self.quarantined = 0
         self.seen_running_s = 0.0
 
@@ -159,8 +160,13 @@ class Engines:
         self._watch(engine, session.process, SCHEDULER)
 
     def _watch(self, engine: Engine, process: Process, rank: int) -> None:
-        if (process.pid, process.start) not in engine.processes:
-            engine.processes[process.pid, process.start] = rank, process.duplicate()
+        # Who holds this place now stands for an earlier one of which nobody would ever see the end.
+        for key, (place, earlier) in list(engine.processes.items()):
+            if place == rank and earlier.traceless:
+                del engine.processes[key]
+        if process.key not in engine.processes:
+            copy = process.duplicate()
+            engine.processes[copy.key] = rank, copy
         self._write_down(engine)
 
     def _new(self, engine_id: str) -> Engine:
@@ -240,7 +246,8 @@ class Engines:
         engine = Engine(record.engine_id, index)
         engine.world, engine.replicas = record.world, record.replicas
         for rank, pid, start in record.processes:
-            engine.processes[pid, start] = rank, Process.of_record(pid, start)
+            process = Process.of_record(pid, start)
+            engine.processes[process.key] = rank, process
         hot = self.arena.hot
         held = (hot["state"] == SlotState.QUARANTINED) & (hot["client"] == index)
         engine.quarantined = int(np.count_nonzero(held))

@@ -1,5 +1,11 @@
-"""Who is at the other end of a socket, and is that very process still there? (pids are reused)"""
+"""Who is at the other end of a socket, and is that very process still there? (pids are reused)
 
+A process in a pid namespace that we cannot look into (a container beside ours) is out of sight: its pid
+reads as 0. From Linux 6.5 its socket still gives a pidfd, which tells when it has ended, but nothing tells
+whether it is stopped. On older kernels nothing is known of it.
+"""
+
+import itertools
 import os
 import select
 import socket
@@ -30,13 +36,22 @@ def stat(pid: int) -> tuple[str, int]:
 class Process:
     """One process, by pid and start time, and by pidfd where the kernel has one.
 
-    `start` 0 means unknown (the process is out of sight, in another pid namespace).
+    `start` 0 means unknown (the process is out of sight, in another pid namespace). `key` is equal for
+    two of the same process; out of sight, and without a pidfd that can be compared, for no two.
     """
+
+    _unknown = itertools.count(1)
 
     def __init__(self, pid: int, start: int, pidfd: int = -1) -> None:
         self.pid = pid
         self.start = start
         self._pidfd = pidfd
+        self.key = (pid, start) if pid > 0 else (0, _inode(pidfd) or -next(self._unknown))
+
+    @property
+    def traceless(self) -> bool:
+        """Whether nothing will ever tell that it has ended."""
+        return self.pid <= 0 and self._pidfd < 0
 
     @classmethod
     def of_peer(cls, sock: socket.socket) -> "Process":
@@ -71,13 +86,16 @@ class Process:
         return state not in gone and self.start in {0, start}
 
     def running(self) -> bool:
-        """Alive and not stopped (SIGSTOP, debugger): its copies are making progress or are over."""
+        """Alive and not stopped (SIGSTOP, debugger): its copies are making progress or are over.
+
+        Out of sight it may be stopped. If its end will be seen, we wait for that; else it counts as running.
+        """
         if not self.alive():
             return False
-        return self.pid <= 0 or stat(self.pid)[0] not in {"T", "t"}
+        return self.traceless if self.pid <= 0 else stat(self.pid)[0] not in {"T", "t"}
 
     def same(self, other: "Process") -> bool:
-        return (self.pid, self.start) == (other.pid, other.start)
+        return self.key == other.key
 
     def duplicate(self) -> "Process":
         """The same process, with a pidfd of its own to close."""
@@ -97,3 +115,17 @@ def _open(pid: int) -> int:
         except (OSError, AttributeError):
             pass
     return -1
+
+
+def _inode(pidfd: int) -> int:
+    """A number of the process that a pidfd stands for (Linux 6.9); 0 when all pidfds have the same."""
+    if pidfd < 0:
+        return 0
+    mine = _open(os.getpid())
+    if mine < 0:
+        return 0
+    try:
+        found = os.fstat(pidfd).st_ino
+        return 0 if found == os.fstat(mine).st_ino else found
+    finally:
+        os.close(mine)

@@ -57,7 +57,8 @@ def register(service: "Service", session: Session, request: Register) -> Registe
             service.scrub.learn(slot.checked)
     service.note(
         f"engine {engine.engine_id} registered ({request.name or 'model'}, {engine.world} "
-        f"workers, {len(slots)} object groups, chunks of {request.chunk_size} tokens)"
+        f"worker{'s' * (engine.world > 1)}, {len(slots)} object group{'s' * (len(slots) > 1)}, "
+        f"chunks of {request.chunk_size} tokens)"
     )
     return Registered(
         service.boot, arena_id, True, "", namespace.id, engine.index, request.chunk_size,

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -57,9 +57,14 @@ def until(condition: Callable[[], object], what: str, seconds: float = WAIT_S) -
 
 
 class ServerProcess:
-    """`lmcache-shm server` in a process of its own; ready when the constructor returns."""
+    """`lmcache-shm server` in a process of its own; ready when the constructor returns.
 
-    def __init__(self, instance: str, *flags: str, **environment: str) -> None:
+    `wrap`: words before its command, as in ["unshare", "--pid"].
+    """
+
+    def __init__(
+        self, instance: str, *flags: str, wrap: Sequence[str] = (), **environment: str
+    ) -> None:
         self.instance = instance
         self.path = str(Path(os.environ["LMCACHE_SHM_RUNTIME_DIR"]) / f"{instance}.sock")
         command = [sys.executable, "-m", "lmcache_shm", "server", "--instance", instance]
@@ -68,7 +73,7 @@ class ServerProcess:
         # Into a file: a pipe that nobody reads would stop the server when it is full.
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115  (closed by end)
         self.process = subprocess.Popen(
-            [*command, *flags], stdout=subprocess.PIPE, stderr=self._errors, text=True,
+            [*wrap, *command, *flags], stdout=subprocess.PIPE, stderr=self._errors, text=True,
             env={**os.environ, **environment},
         )  # fmt: skip
         self.output = ""

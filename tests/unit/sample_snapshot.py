@@ -37,16 +37,16 @@ SNAPSHOT: dict[str, Any] = {
             "id": 0, "name": "Qwen/Qwen3.5-4B", "key": "0f" * 8, "description": {"model": "Qwen/Qwen3.5-4B", "tp": 1},
             "hits": 6100, "misses": 900,
             "groups": [
-                {"name": "full", "kind": "full", "window": 0, "kv_groups": [3], "block_size": 160, "slot_bytes": 33 << 20, "slots": 60, "pinned": 2, "reserved": 1, "hits": 18300, "served": 6100, "misses": 900, "evictions": 100},
-                {"name": "recurrent", "kind": "recurrent", "window": 0, "kv_groups": [0, 1, 2], "block_size": 160, "slot_bytes": 5 << 20, "slots": 55, "pinned": 1, "reserved": 1, "hits": 3090, "served": 1030, "misses": 12, "evictions": 130},
+                {"name": "full", "kind": "full", "window": 0, "kv_groups": [3], "block_size": 160, "slot_bytes": 33 << 20, "slots": 60, "pinned": 2, "reserved": 1, "hits": 18300, "served": 6100, "misses": 900, "short": 0, "evictions": 100},
+                {"name": "recurrent", "kind": "recurrent", "window": 0, "kv_groups": [0, 1, 2], "block_size": 160, "slot_bytes": 5 << 20, "slots": 55, "pinned": 1, "reserved": 1, "hits": 3090, "served": 1030, "misses": 12, "short": 31, "evictions": 130},
             ],
         },
         {
             "id": 1, "name": "openai/gpt-oss-20b", "key": "1e" * 8, "description": {"model": "openai/gpt-oss-20b", "tp": 2},
             "hits": 1000, "misses": 850,
             "groups": [
-                {"name": "full", "kind": "full", "window": 0, "kv_groups": [1], "block_size": 16, "slot_bytes": 12 << 20, "slots": 1200, "pinned": 40, "reserved": 3, "hits": 3000, "served": 1000, "misses": 850, "evictions": 2000},
-                {"name": "window128", "kind": "window", "window": 128, "kv_groups": [0], "block_size": 16, "slot_bytes": 6 << 20, "slots": 1035, "pinned": 1, "reserved": 0, "hits": 720, "served": 240, "misses": 0, "evictions": 1181},
+                {"name": "full", "kind": "full", "window": 0, "kv_groups": [1], "block_size": 16, "slot_bytes": 12 << 20, "slots": 1200, "pinned": 40, "reserved": 3, "hits": 3000, "served": 1000, "misses": 850, "short": 0, "evictions": 2000},
+                {"name": "window128", "kind": "window", "window": 128, "kv_groups": [0], "block_size": 16, "slot_bytes": 6 << 20, "slots": 1035, "pinned": 1, "reserved": 0, "hits": 720, "served": 240, "misses": 0, "short": 7, "evictions": 1181},
             ],
         },
     ],

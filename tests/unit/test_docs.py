@@ -173,36 +173,6 @@ def test_transfer_configs_are_valid(page: Path):
         assert not found, where
 
 
-@pytest.mark.parametrize("name", ["compose.yaml", "kubernetes.yaml"])
-def test_deployment_files_are_sound(name: str):
-    yaml = pytest.importorskip("yaml")
-    text = (ROOT / "docs" / "deploy" / name).read_text(encoding="utf-8")
-    tree = yaml.safe_load(text)
-    service = tree.get("services") or {
-        c["name"]: c for c in tree["spec"]["initContainers"] + tree["spec"]["containers"]
-    }
-    server = service["cache"].get("command") or service["cache"]["args"]
-    engine = next(part for key, part in service.items() if key != "cache")
-    words = engine.get("command") or engine["args"]
-    findings, _ = doctor_engine.transfer_config(words[words.index("--kv-transfer-config") + 1], {})
-
-    assert server[0] == "server"
-    flags = {flag for parameter in app.load("server").params for flag in parameter.opts}
-    assert {word for word in server if word.startswith("--")} <= flags
-    assert all(finding.level == "ok" for finding in findings)
-
-
-def test_the_unit_starts_the_server_with_options_that_exist():
-    text = (ROOT / "docs" / "deploy" / "lmcache-shm@.service").read_text(encoding="utf-8")
-    (start,) = re.findall(r"^ExecStart=\S+ (.+)$", text, flags=re.MULTILINE)
-    words = start.split()
-    flags = {flag for parameter in app.load(words[0]).params for flag in parameter.opts}
-
-    assert words[0] == "server"
-    assert {word for word in words if word.startswith("--")} <= flags
-    assert set(re.findall(r"LMCACHE_SHM_\w+", text)) <= {option.env for option in OPTIONS.values()}
-
-
 # ------------------------------------------------------------------------------------------ run for real
 class Sandbox:
     """An instance of the test's own in which the docs' commands run as they stand; sizes are made small."""

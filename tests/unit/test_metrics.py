@@ -21,7 +21,7 @@ from tests.unit.sample_snapshot import snapshot
 DASHBOARD = Path(__file__).parents[2] / "docs" / "grafana" / "lmcache-shm.json"
 UNITS = (
     "bytes", "seconds", "tokens", "chunks", "slots", "slabs", "engines", "workers", "leases", "reservations",
-    "loads", "lookups", "commits", "aborts", "evictions", "hits", "misses", "rebinds", "clears", "restarts", "full",
+    "loads", "lookups", "commits", "aborts", "evictions", "hits", "misses", "short", "rebinds", "clears", "restarts", "full",
     "busy", "existing", "collisions", "failures", "connections", "frames", "peers", "requests", "draining", "info",
 )  # fmt: skip
 
@@ -70,6 +70,7 @@ def test_groups_carry_their_namespace_model_and_kind():
     }
 
     assert value("group_hits_total", **labels) == 240
+    assert value("group_short_total", **labels) == 7
     assert value("group_hit_chunks_total", **labels) == 720
     assert value("group_slots", **labels, state="used") == 1035
     assert value("group_slot_bytes", **labels) == 6 << 20

@@ -36,6 +36,17 @@ def test_a_directory_open_to_others_is_closed(tmp_path):
     assert safe_dir(tmp_path).stat().st_mode & 0o777 == 0o700
 
 
+def test_a_directory_that_others_use_is_not_shut(tmp_path):
+    """As when somebody names /run: it stays as it is, and the message says why."""
+    tmp_path.chmod(0o777)
+    (tmp_path / "x.sock").touch()
+    (tmp_path / "somebody.pid").touch()
+
+    with pytest.raises(RuntimeDirError, match=r"holds more than .* \(somebody.pid\); chmod 700"):
+        safe_dir(tmp_path)
+    assert tmp_path.stat().st_mode & 0o777 == 0o777
+
+
 def test_a_symbolic_link_is_refused(tmp_path):
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "real")

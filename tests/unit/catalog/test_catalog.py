@@ -236,6 +236,28 @@ def test_why_a_look_up_missed(catalog):
     assert reasons(catalog)["evicted"] == 1
 
 
+def test_a_group_is_blamed_for_a_miss_or_for_a_short_hit(catalog):
+    """So that hits and misses of a group are those of its look-ups, and their share says something."""
+    space = catalog.register(b"hybrid", GROUPS)
+    prefix = Prefix(space, "b", 4)
+    store(catalog, space, prefix, range(4))
+    names = ("served", "misses", "short")
+
+    def counted() -> list[tuple[int, ...]]:
+        (found,) = catalog.snapshot()["namespaces"]
+        return [tuple(group[name] for name in names) for group in found["groups"]]
+
+    assert look(catalog, space, prefix, 4) == 0
+    assert counted() == [(0, 0, 0), (0, 1, 0)]
+    store(catalog, space, prefix, [1], 1)
+    assert look(catalog, space, prefix, 4) == 2
+    assert counted() == [(1, 0, 0), (1, 1, 1)]
+    assert look(catalog, space, Prefix(space, "c", 4), 4) == 0
+    assert counted() == [(1, 1, 0), (1, 2, 1)]
+    (found,) = catalog.snapshot()["namespaces"]
+    assert (found["hits"], found["misses"]) == (1, 2)
+
+
 def test_a_short_request_asks_for_nothing(catalog):
     space = catalog.register(b"m", GROUPS)
 
