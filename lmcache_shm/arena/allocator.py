@@ -286,7 +286,8 @@ class SlabAllocator:
             return False
         n = self.bind(size, gap[0], m)
         gap[0], gap[1] = gap[0] + m, gap[1] - m
-        self._gaps = [gap for gap in gaps if gap[1]]
+        if end == self._usable:  # the mark has not risen meanwhile
+            self._gaps = [gap for gap in gaps if gap[1]]
         return n > 0
 
     def free_runs(self, end: int | None = None) -> Numbers:
