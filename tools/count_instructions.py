@@ -32,7 +32,7 @@ from tools.hot_paths import TIMES
 
 BASELINE = Path(__file__).with_name("instruction_counts.json")
 TOLERANCE = 0.05
-WORKLOADS = ("acquire", "step", "prefill", "hashing")
+WORKLOADS = ("acquire", "step", "full", "hashing")
 LEAST = 10_000
 """Fewer instructions between two dumps are of the mark itself, which callgrind sees in two libraries."""
 _SUMMARY = re.compile(r"^summary: (\d+)", re.MULTILINE)

@@ -36,7 +36,9 @@ from lmcache_shm.control.service import Service
 
 CHUNK, CHUNKS, STEP_CHUNKS = 256, 512, 8
 """A prompt of 128k tokens, prefilled 2,048 tokens at a time."""
-SLOT_BYTES, PROMPTS = 4096, 4
+FULL_CHUNKS, FULL_PROMPTS = 128, 2
+"""Of the workload that evicts: small enough to fill an arena under a counter."""
+SLOT_BYTES = 4096
 RULES = (Full(), Window(1024), Recurrent())
 WARM, TIMES = 2, 4
 
@@ -45,10 +47,10 @@ Workload = Callable[[], AbstractContextManager[Action]]
 
 
 class Desk:
-    """A service with one registered engine, asked directly. Room for PROMPTS prompts."""
+    """A service with one registered engine, asked directly. Room for so many chunks of every group."""
 
-    def __init__(self) -> None:
-        slots = PROMPTS * CHUNKS * len(RULES)
+    def __init__(self, chunks: int) -> None:
+        slots = chunks * len(RULES)
         name = f"count-{os.getpid()}"
         self.arena = create(name, slots * SLOT_BYTES, chunk_size=CHUNK, max_slots=slots)
         self.arena.unlink()  # only this process needs it; nothing stays if it is killed
@@ -81,15 +83,15 @@ class Desk:
         self.arena.close()
 
 
-def prompt(number: int, chunks: int = CHUNKS) -> list[int]:
+def prompt() -> list[int]:
     """Made-up token ids."""
-    found: list[int] = np.random.default_rng(number).integers(0, 150_000, chunks * CHUNK).tolist()
+    found: list[int] = np.random.default_rng(0).integers(0, 150_000, CHUNKS * CHUNK).tolist()
     return found
 
 
 @contextmanager
-def desk() -> Iterator[Desk]:
-    found = Desk()
+def desk(chunks: int = 4 * CHUNKS) -> Iterator[Desk]:
+    found = Desk(chunks)
     try:
         yield found
     finally:
@@ -101,7 +103,7 @@ def acquire() -> Iterator[Action]:
     """Look up a stored prompt of 512 chunks in 3 groups and pin what it needs; then release it."""
     with desk() as at:
         keys = ChunkKeys(seed(b"count"), CHUNK)
-        keys.extend(prompt(0))
+        keys.extend(prompt())
         rows = at.step(Step(reserve=reservation(keys, range(len(RULES)), 0, CHUNKS)))
         at.step(Step(commit=rows))
 
@@ -119,7 +121,7 @@ def step() -> Iterator[Action]:
     """One step of a prefill: commit the last step's 8 chunks in 3 groups, reserve the next."""
     with desk() as at:
         keys = ChunkKeys(seed(b"count"), CHUNK)
-        keys.extend(prompt(0))
+        keys.extend(prompt())
         first, rows = 0, b""
 
         def action() -> None:
@@ -132,24 +134,24 @@ def step() -> Iterator[Action]:
 
 
 @contextmanager
-def prefill() -> Iterator[Action]:
-    """All 64 steps of a prompt; the arena is full and the oldest prompt leaves for it."""
-    with desk() as at:
+def full() -> Iterator[Action]:
+    """The 16 steps of a prompt of 128 chunks, when the arena is full: an older prompt leaves for it."""
+    with desk(FULL_PROMPTS * FULL_CHUNKS) as at:
         numbers = iter(range(1 << 20))
 
         def action() -> None:
             keys = ChunkKeys(seed(b"count"), CHUNK)
             # Other keys of the same length: hashing is counted by itself.
-            keys.encoded = [bytes(5 * CHUNK)] * CHUNKS
-            keys.keys = bytearray(np.random.default_rng(next(numbers)).bytes(16 * CHUNKS))
-            keys.digests = bytearray(16 * CHUNKS)
+            keys.encoded = [bytes(5 * CHUNK)] * FULL_CHUNKS
+            keys.keys = bytearray(np.random.default_rng(next(numbers)).bytes(16 * FULL_CHUNKS))
+            keys.digests = bytearray(16 * FULL_CHUNKS)
             rows = b""
-            for first in range(0, CHUNKS, STEP_CHUNKS):
+            for first in range(0, FULL_CHUNKS, STEP_CHUNKS):
                 reserve = reservation(keys, range(len(RULES)), first, first + STEP_CHUNKS)
                 rows = at.step(Step(reserve=reserve, commit=rows))
             at.step(Step(commit=rows))
 
-        for _ in range(PROMPTS):
+        for _ in range(FULL_PROMPTS):
             action()
         yield action
 
@@ -157,7 +159,7 @@ def prefill() -> Iterator[Action]:
 @contextmanager
 def hashing() -> Iterator[Action]:
     """The chain of 512 keys of a prompt, from its list of token ids."""
-    tokens = prompt(0)
+    tokens = prompt()
 
     def action() -> None:
         assert ChunkKeys(seed(b"count"), CHUNK).extend(tokens) == CHUNKS

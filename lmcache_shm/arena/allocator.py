@@ -13,7 +13,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from lmcache_shm.arena.layout import HOT_DTYPE, PAGE, Mask, Numbers, Rows, SlotState
+from lmcache_shm.arena.layout import PAGE, Mask, Numbers, Rows, SlotState, hot_words
 from lmcache_shm.arena.segment import Arena
 
 WASTE = 32
@@ -78,6 +78,7 @@ class SlabAllocator:
         self.slabs = arena.geometry.slabs
         self.data_bytes = arena.geometry.data_bytes
         self.per_slab = arena.geometry.rows_per_slab
+        self._words = hot_words(arena.hot)
         self._free: dict[int, _Stack] = {}
         self._extents: dict[int, int] = {}  # class → number of its extents
         self._usable = 0
@@ -156,12 +157,11 @@ class SlabAllocator:
         """Take slots back: FREE, owned by nobody, generation raised (so that no old seal fits)."""
         if not len(rows):
             return
-        hot = self.arena.hot
-        wiped = np.zeros(len(rows), HOT_DTYPE)
-        wiped["generation"] = hot["generation"][rows] + np.uint64(1)
-        wiped["state"] = SlotState.FREE
-        wiped["client"] = -1
-        hot[rows] = wiped
+        wiped = np.zeros((len(rows), 4), np.uint64)
+        wiped[:, 0] = SlotState.FREE
+        wiped[:, 2] = self._words.take(rows, 0)[:, 2] + np.uint64(1)  # the generation
+        wiped[:, 3] = 0xFFFF  # client -1
+        self._words[rows] = wiped
         self._push(rows)
 
     def _push(self, rows: Rows) -> None:

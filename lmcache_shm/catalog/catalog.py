@@ -34,7 +34,6 @@ from lmcache_shm.catalog.slots import (
     DROPPED,
     GROUP,
     GROUP_AT,
-    NAMESPACE_AT,
     NO_CLIENT,
     PIN,
     STATE_AND_FLAGS,
@@ -165,14 +164,14 @@ class Catalog:
             hot = slots.words.take(rows, 0)
         cold = slots.cold_words.take(rows, 0)
         slots.seals[rows] = seal_of(hot, cold)
-        numbers = hot[:, 0] >> GROUP_AT & GROUP
-        slots.checks[rows] = np.array(checks, np.uint32)[numbers] if len(checks) else 0
+        slots.checks[rows] = (
+            np.array(checks, np.uint32)[hot[:, 0] >> GROUP_AT & GROUP] if len(checks) else 0
+        )
         hot[:, 0] += COMMIT
         hot[:, 3] |= NO_CLIENT
         slots.words[rows] = hot  # last: what is COMMITTED is sealed
         self._hints.note(rows, hot, cold[:, 0])
-        spaces = hot[:, 3] >> NAMESPACE_AT
-        for group, n in slots.count_by_group(spaces.tolist(), numbers.tolist()):
+        for group, n in slots.count_by_group(hot):
             group.commits += n
             group.reserved -= n
             counters["tokens_committed"] += n * group.leading

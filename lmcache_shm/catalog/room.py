@@ -32,7 +32,19 @@ class Room:
         growing = allocator.growing()
         parts = [allocator.alloc(slot_bytes, n)]
         missing = n - len(parts[0])
-        while missing and not growing:
+        while missing and not growing and self._free_some(slot_bytes, missing, before, in_use):
+            parts.append(allocator.alloc(slot_bytes, missing))
+            missing -= len(parts[-1])
+        rows = np.concatenate(parts) if len(parts) > 1 else parts[0]
+        slots.used += len(rows)
+        return rows
+
+    def _free_some(
+        self, slot_bytes: int, missing: int, before: int, in_use: Callable[[], Rows]
+    ) -> bool:
+        """Free slots of this size, or slabs for them; False when there are none to be had."""
+        allocator = self._slots.allocator
+        if not allocator.alone(slot_bytes):
             oldest = self._lru.oldest(slot_bytes, before)
             if oldest is not None:
                 than: float = oldest
@@ -41,17 +53,11 @@ class Room:
             window = self._windows.colder(slot_bytes, than, in_use, urgent=oldest is None)
             if window is not None:
                 self._take_over(slot_bytes, window)
-            elif oldest is not None:
-                gone = self._lru.take(slot_bytes, missing, before)
-                slots.evict(gone)
-                self._windows.evicted(slot_bytes, len(gone))
-            else:
-                break
-            parts.append(allocator.alloc(slot_bytes, missing))
-            missing -= len(parts[-1])
-        rows = np.concatenate(parts) if len(parts) > 1 else parts[0]
-        slots.used += len(rows)
-        return rows
+                return True
+        gone = self._lru.take(slot_bytes, missing, before)
+        self._slots.evict(gone)
+        self._windows.evicted(slot_bytes, len(gone))
+        return len(gone) > 0
 
     def _take_over(self, slot_bytes: int, window: Window) -> None:
         """Empty the extents that a window touches and bind the window to this size."""

@@ -45,7 +45,7 @@ STATE_AND_FLAGS, DROPPED, GROUP_AT, GROUP = (
     word(0xFFFF),
 )
 KNOWN, NUMBER = word(0xFFFFFFFF), word(0xFFFF0000)  # all but the pins; the group where it stands
-PIN, NAMESPACE_AT, NAMESPACE = word(1 << 32), word(32), word(0xFFFFFFFF << 32)
+PIN, NAMESPACE = word(1 << 32), word(0xFFFFFFFF << 32)
 NO_CLIENT = word(0xFFFF)
 COMMIT = word(SlotState.COMMITTED - SlotState.RESERVED)
 ONE = word(1)
@@ -85,27 +85,37 @@ class Slots:
         return self.arena.meta[at : at + KEY]
 
     def keys_of(self, rows: Rows) -> list[bytes]:
-        return split(self.arena.cold["key"][rows].tobytes())
+        return split(self.keys[rows].tobytes())
 
     def owners(self, rows: Rows) -> Iterator[tuple[Group, Rows]]:
         """`rows` by group; those of namespaces that are gone are left out."""
         if not len(rows):
             return
-        hot = self.arena.hot
-        owner = hot["namespace"][rows].astype(np.uint64) << np.uint64(16) | hot["group"][rows]
+        owner = self._owner(rows)
         first = int(owner[0])
         same = bool((owner == owner[0]).all())
-        for word in [first] if same else np.unique(owner).tolist():
-            space = self.spaces.get(word >> 16)
-            if space is not None and word & 0xFFFF < len(space.groups):
-                yield space.groups[word & 0xFFFF], rows if same else rows[owner == word]
+        for number in [first] if same else np.unique(owner).tolist():
+            group = self._group(number)
+            if group is not None:
+                yield group, rows if same else rows[owner == number]
 
-    def count_by_group(self, spaces: list[int], numbers: list[int]) -> Iterator[tuple[Group, int]]:
-        """How often each group is named by the ids of namespaces and the numbers of groups in them."""
-        for (space_id, number), n in Counter(zip(spaces, numbers, strict=True)).items():
-            space = self.spaces.get(space_id)
-            if space is not None and number < len(space.groups):
-                yield space.groups[number], n
+    def _owner(self, rows: Rows) -> U64:
+        """Namespace and group of each row, for `_group`."""
+        hot = self.words.take(rows, 0)
+        owner: U64 = hot[:, 3] & NAMESPACE | hot[:, 0] & NUMBER
+        return owner
+
+    def _group(self, owner: int) -> Group | None:
+        space, number = self.spaces.get(owner >> 32), owner >> 16 & 0xFFFF
+        return space.groups[number] if space is not None and number < len(space.groups) else None
+
+    def count_by_group(self, hot: U64) -> Iterator[tuple[Group, int]]:
+        """How many of some rows, given as their hot words, belong to each group."""
+        owner = hot[:, 3] & NAMESPACE | hot[:, 0] & NUMBER
+        for number, n in Counter(owner.tolist()).items():
+            group = self._group(number)
+            if group is not None:
+                yield group, n
 
     def forget(self, rows: Rows) -> None:
         """Take rows out of their indices; those that are in none (FLAG_DROP) must not be among them."""
@@ -115,13 +125,18 @@ class Slots:
 
     def evict(self, rows: Rows) -> None:
         """Committed, unpinned rows leave: out of the index, FREE, remembered as ghosts."""
-        for group, mine in self.owners(rows):
-            keys = self.arena.cold["key"][mine]
-            group.index.remove(split(keys.tobytes()))
-            self.ghosts.add(keys)
-            group.evictions += len(mine)
-            self.counters["evictions"] += len(mine)
-            self.counters["bytes_evicted"] += len(mine) * group.size
+        keys = self.keys[rows]
+        self.ghosts.add(keys)
+        by_owner: dict[int, list[bytes]] = {}
+        for owner, key in zip(self._owner(rows).tolist(), split(keys.tobytes()), strict=True):
+            by_owner.setdefault(owner, []).append(key)
+        for owner, mine in by_owner.items():
+            group = self._group(owner)
+            if group is not None:
+                group.index.remove(mine)
+                group.evictions += len(mine)
+                self.counters["evictions"] += len(mine)
+                self.counters["bytes_evicted"] += len(mine) * group.size
         self.free(rows)
 
     def free(self, rows: Rows) -> None:
