@@ -266,9 +266,8 @@ class SlabAllocator:
             start, m = int(enough[np.argmin(enough[:, 1]), 0]), wanted
         else:
             if self.growing():
-                gaps = gaps[
-                    gaps.sum(axis=1) < end
-                ]  # the last one will soon be larger: not cut small
+                # The last gap will soon be larger: it is not cut small.
+                gaps = gaps[gaps.sum(axis=1) < end]
                 if not len(gaps):
                     return False
             start, length = gaps[np.argmax(gaps[:, 1])].tolist()
