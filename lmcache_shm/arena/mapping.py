@@ -87,9 +87,6 @@ class Arena:
             # Workers report here; the rest of the meta segment stays out of their reach.
             self._boards_map = mmap.mmap(meta_fd, r.total - r.boards, prot=both, offset=r.boards)
             boards, at = self._boards_map, 0
-        with contextlib.suppress(OSError):  # a kernel without huge pages
-            # Means something where /dev/shm is mounted with huge=advise, and nothing elsewhere.
-            self.data.madvise(mmap.MADV_HUGEPAGE)
         self.data_array: npt.NDArray[np.uint8] = np.frombuffer(self.data, np.uint8)
         self.live: Table = self._view(LIVE_DTYPE, 1, LIVE_AT)
         self.slabs: Table = self._view(SLAB_DTYPE, g.slabs, r.slabs)

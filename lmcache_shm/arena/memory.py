@@ -33,6 +33,8 @@ LOOK_S = 0.02
 """Seconds between two looks at a mark that has not come far enough yet."""
 _MADV_POPULATE_WRITE = 23  # Linux 5.14
 _UNLIMITED = 1 << 62
+_madvise = ctypes.CDLL(None, use_errno=True).madvise  # mmap.madvise keeps the GIL
+_madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 Progress = Callable[[int, int], None]
 """(bytes done, bytes in all)"""
@@ -104,6 +106,29 @@ def reserve(
         ) from None
 
 
+def huge_pages(root: Path = Path("/")) -> str:
+    """Huge pages in /dev/shm: never, advise, within_size or always.
+
+    The mount's own option says so; shmem_enabled, which governs shared memory without a mount, only counts
+    where it says "deny" or "force". With "within_size" and "always" reserving takes huge pages by itself;
+    with "advise" it would have to touch them, which takes ten times as long, so there are none.
+    """
+    try:
+        mounts = (root / "proc/self/mounts").read_text("utf-8", "replace")
+        above = (root / "sys/kernel/mm/transparent_hugepage/shmem_enabled").read_text("ascii")
+    except OSError:
+        return "never"
+    if "[deny]" in above or "[force]" in above:
+        return "never" if "[deny]" in above else "always"
+    mode = "never"
+    for line in mounts.splitlines():
+        _, place, _, options, *_ = line.split()
+        if place == SHM_DIR:  # the last mount on a place hides the ones before
+            found = [o for o in options.split(",") if o.startswith("huge=")]
+            mode = found[0].removeprefix("huge=") if found else "never"
+    return mode
+
+
 def remedy(number: int) -> str:
     """What to do about an errno with which reserving memory failed."""
     if number == errno.EFBIG:
@@ -164,8 +189,6 @@ def prefault(arena: "Arena", threads: int, stop: threading.Event) -> list[thread
     pieces = iter(range(0, total, PREFAULT_PIECE))
     lock = threading.Lock()
     address = arena.data_array.ctypes.data
-    madvise = ctypes.CDLL(None, use_errno=True).madvise  # mmap.madvise keeps the GIL
-    madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
     arena.live["prefaulted"] = 0
 
     def work() -> None:
@@ -178,7 +201,7 @@ def prefault(arena: "Arena", threads: int, stop: threading.Event) -> list[thread
             while at + length > arena.backed_bytes:
                 if not arena.growing or stop.wait(LOOK_S):
                     return
-            if madvise(address + at, length, _MADV_POPULATE_WRITE):
+            if _madvise(address + at, length, _MADV_POPULATE_WRITE):
                 # Old kernel. Reading is enough to allocate the page of a shared mapping.
                 int(arena.data_array[at : at + length : PAGE].max())
             with lock:

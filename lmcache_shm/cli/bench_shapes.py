@@ -82,18 +82,29 @@ SHAPES = {
 
 
 def page_sweep() -> list[Shape]:
-    """The same 32 MiB slot of 32 layers cut into pages of different size and order."""
+    """The same 32 MiB slot of 32 layers cut into pages of different size and order.
+
+    64 KiB is a block of 16 tokens of 8 KV heads of 128 bf16 with K and V in one run (HND, fused), 512 KiB one
+    of 128 tokens; with K and V in tensors of their own (as with NHD) a page is two runs of half the size.
+    """
     dense = [
         Shape(f"{kib} KiB pages", 256, (LayerGroup("full", 32, kib * KIB, MIB // (kib * KIB)),))
         for kib in (8, 16, 32, 64, 512)
     ]
-    orders = [
-        LayerGroup("full", 32, 64 * KIB, 16, order="blocks outermost"),
-        LayerGroup("full", 32, 64 * KIB, 16, order="heads outermost", heads=8),
-        LayerGroup("state", 32, MIB - 4160, 1, page_stride=MIB),
-    ]
-    names = ("64 KiB, blocks outermost", "64 KiB, 8 heads outermost", "1 MiB padded states")
-    return dense + [Shape(n, 256, (g,)) for n, g in zip(names, orders, strict=True)]
+    orders = {
+        "64 KiB, K and V apart": LayerGroup(
+            "full", 32, 64 * KIB, 16, order="heads outermost", heads=2
+        ),
+        "512 KiB, K and V apart": LayerGroup(
+            "full", 32, 512 * KIB, 2, order="heads outermost", heads=2
+        ),
+        "64 KiB, blocks outermost": LayerGroup("full", 32, 64 * KIB, 16, order="blocks outermost"),
+        "64 KiB, 8 heads outermost": LayerGroup(
+            "full", 32, 64 * KIB, 16, order="heads outermost", heads=8
+        ),
+        "1 MiB padded states": LayerGroup("state", 32, MIB - 4160, 1, page_stride=MIB),
+    }
+    return dense + [Shape(name, 256, (group,)) for name, group in orders.items()]
 
 
 class KvMemory:

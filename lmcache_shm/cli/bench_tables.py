@@ -60,17 +60,20 @@ def show_copies(rows: list[dict[str, Any]], console: Console) -> None:
 
 
 def _thread_lines(rows: list[dict[str, Any]]) -> list[str]:
-    """Speed-up of two threads, where memcpy itself speeds up."""
-    one = {row["case"]: row for row in rows if row["threads"] == 1}
+    """Speed-up of two threads, judged where memcpy itself speeds up."""
     lines = []
     for row in rows:
-        base = one.get(row["case"])
-        if row["threads"] != 2 or base is None:
+        if row["threads"] != 2:
             continue
-        gain = {k: row[f"{k}_gbs"] / base[f"{k}_gbs"] for k in ("memcpy", "store", "load")}
+        gain = {k: row[f"{k}_gain"] for k in ("memcpy", "store", "load")}
+        if gain["memcpy"] < THREADS_BAR:
+            verdict = "not judged: memcpy does not scale so here"
+        else:
+            met = min(gain["store"], gain["load"]) >= THREADS_BAR
+            verdict = f"bar {THREADS_BAR}x: {'met' if met else 'not met'}"
         lines.append(
             f"two threads, {row['case']}: memcpy {gain['memcpy']:.2f}x, store {gain['store']:.2f}x, "
-            f"load {gain['load']:.2f}x"
+            f"load {gain['load']:.2f}x ({verdict})"
         )
     return lines
 

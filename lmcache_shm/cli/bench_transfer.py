@@ -1,7 +1,8 @@
 """How fast pages move between KV cache memory and the arena, beside plain memcpy in the same run.
 
 Every round times memcpy, store and load one after the other, so that a noisy neighbour hits all
-three; the ratio of a round is what is trusted, its median is reported. Payload memory is a memfd
+three; the ratio of a round is what is trusted, its median is reported. The same holds for one thread and two:
+two are measured beside one, and beside memcpy in two threads, in every round. Payload memory is a memfd
 mapped shared: the same kernel code as the arena, and nothing to clean up if the run is killed.
 """
 
@@ -12,7 +13,8 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -25,6 +27,8 @@ from lmcache_shm.transfer.engine import CopyItem, CopyJob, JobKind, PageRun
 
 Bytes = npt.NDArray[np.uint8]
 Row = dict[str, Any]
+Laps = dict[str, list[float]]
+"""Seconds of each round, by what was copied."""
 TARGET_BYTES = 256 * MIB
 """Moved per timed copy: far beyond any last-level cache share."""
 GENERATION = 1
@@ -63,7 +67,7 @@ def measure_group(group: LayerGroup, rounds: int, threads: Sequence[int]) -> lis
     slots, region = len(kv.block_ids), -(-kv.layout.region_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
     with bench_arena(slots * region, slots) as arena:
         first = _first_store(arena.fd, kv, slots, region)
-        rows = [_measure(arena, kv, region, rounds, n) for n in threads]
+        rows = _measure(arena, kv, region, rounds, threads)
     for row in rows:
         row["slot_mib"] = slot_bytes / MIB
         row["page_kib"] = group.page_bytes / 1024
@@ -74,35 +78,60 @@ def measure_group(group: LayerGroup, rounds: int, threads: Sequence[int]) -> lis
     return rows
 
 
-def _measure(arena: BenchArena, kv: KvMemory, region: int, rounds: int, threads: int) -> Row:
-    engine = CpuEngine(arena, [kv.layout], threads, populate=False)
-    pool = ThreadPoolExecutor(threads)
-    moved = kv.block_ids.size * kv.layout.parts[0].pages.page_bytes
-    times: dict[str, list[float]] = {"memcpy": [], "store": [], "load": []}
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without garbage collection."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
-        for round_ in range(rounds + 1):
-            lap = {
-                "memcpy": _timed(lambda: _memcpy(pool, arena.data_array, kv, region, threads)),
-                "store": _timed(lambda: _copy(engine, arena, kv, region, "store")),
-                "load": _timed(lambda: _copy(engine, arena, kv, region, "load")),
-            }
-            if round_:  # the first round warms caches and page tables
-                for name, seconds in lap.items():
-                    times[name].append(seconds)
+        yield
     finally:
-        engine.close()
-        pool.shutdown()
         if was_enabled:
             gc.enable()
+
+
+def _measure(
+    arena: BenchArena, kv: KvMemory, region: int, rounds: int, threads: Sequence[int]
+) -> list[Row]:
+    """One row per thread count. All of a round's copies follow each other, so that ratios between thread counts
+    are as little changed by a noisy neighbour as those to memcpy."""
+    moved = kv.block_ids.size * kv.layout.parts[0].pages.page_bytes
+    laps: dict[int, dict[str, list[float]]] = {
+        n: {"memcpy": [], "store": [], "load": []} for n in threads
+    }
+    with ExitStack() as undo:
+        undo.enter_context(_quiet())
+        beds = []
+        for n in threads:
+            engine = CpuEngine(arena, [kv.layout], n, populate=False)
+            undo.callback(engine.close)
+            beds.append((n, engine, undo.enter_context(ThreadPoolExecutor(n))))
+        for round_ in range(rounds + 1):
+            for n, engine, pool in beds:
+                lap = {
+                    "memcpy": _timed(partial(_memcpy, pool, arena.data_array, kv, region, n)),
+                    "store": _timed(partial(_copy, engine, arena, kv, region, "store")),
+                    "load": _timed(partial(_copy, engine, arena, kv, region, "load")),
+                }
+                if round_:  # the first round warms caches and page tables
+                    for name, seconds in lap.items():
+                        laps[n][name].append(seconds)
+    return [_row(n, moved, laps[n], laps[threads[0]]) for n in threads]
+
+
+def _row(threads: int, moved: int, laps: Laps, base: Laps) -> Row:
+    """Medians over the rounds: GB/s, ratios to memcpy, and gains over the first thread count."""
     row: Row = {"threads": threads, "bytes": moved}
-    for name, taken in times.items():
+    for name, taken in laps.items():
         row[f"{name}_gbs"] = moved / statistics.median(taken) / 1e9
+        row[f"{name}_gain"] = _median_ratio(base[name], taken)
         if name != "memcpy":
-            pairs = zip(times["memcpy"], taken, strict=True)
-            row[f"{name}_ratio"] = statistics.median(base / ours for base, ours in pairs)
+            row[f"{name}_ratio"] = _median_ratio(laps["memcpy"], taken)
     return row
+
+
+def _median_ratio(base: Sequence[float], ours: Sequence[float]) -> float:
+    return statistics.median(b / o for b, o in zip(base, ours, strict=True))
 
 
 def _timed(action: Callable[[], None]) -> float:

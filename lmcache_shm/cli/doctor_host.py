@@ -9,6 +9,7 @@ from pathlib import Path
 
 from lmcache_shm.arena.errors import ArenaError
 from lmcache_shm.arena.memory import SHM_DIR, Limit, check_room, limits
+from lmcache_shm.arena.memory import huge_pages as arena_pages
 from lmcache_shm.cli.figures import size
 from lmcache_shm.cli.findings import Finding, note, ok, problem
 
@@ -160,20 +161,18 @@ def user_limits(wanted_bytes: int, *, gpu: bool) -> Iterator[Finding]:
 
 
 def huge_pages(root: Path = Path("/")) -> Iterator[Finding]:
-    place = root / "sys/kernel/mm/transparent_hugepage/shmem_enabled"
-    try:
-        chosen = re.search(r"\[(\w+)\]", place.read_text(encoding="ascii"))
-    except OSError:
+    if not (root / "sys/kernel/mm/transparent_hugepage/shmem_enabled").exists():
         return
-    mode = chosen[1] if chosen else "unknown"
-    if mode in {"always", "within_size", "force"}:
-        yield ok("pages", f"huge pages for shared memory: {mode}")
-    else:
+    mode = arena_pages(root)
+    if mode in {"never", "advise"}:
         yield note(
             "pages",
-            f"huge pages for shared memory: {mode}; large copies can be a little faster with them",
-            f"echo within_size | sudo tee /{place.relative_to(root)}   (before the server starts)",
+            f"{SHM_DIR} has no huge pages for the arena (huge={mode}); with them copies of small "
+            "pages, and each engine's first use of the arena, are faster",
+            f"sudo mount -o remount,huge=within_size {SHM_DIR}   (before the server starts)",
         )
+    else:
+        yield ok("pages", f"{SHM_DIR} has huge pages: {mode}")
 
 
 def numa(root: Path = Path("/")) -> Iterator[Finding]:

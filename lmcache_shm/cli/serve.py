@@ -149,8 +149,6 @@ def reserving(service: Service, stop: threading.Event) -> threading.Thread:
     arena = service.arena
 
     def work() -> None:
-        # The requests that are served meanwhile should win the core.
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
         if arena.growing:
             _tell_end(service, reserve_rest(arena, stop))
 

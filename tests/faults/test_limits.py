@@ -3,15 +3,19 @@
 import contextlib
 import os
 import resource
+import signal
 import socket
 import subprocess
 import sys
 import textwrap
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+from tests.faults import cluster as cluster_module
+from tests.faults import held
 from tests.faults.cluster import Cluster, until
 
 as_root = pytest.mark.skipif(
@@ -123,6 +127,109 @@ def test_a_dev_shm_that_others_fill_later_costs_nothing(instance: str) -> None:
     assert found.returncode == 0, found.stderr
     said = [line for line in found.stdout.splitlines() if line]
     assert said == ["No space left on device", "200", "True", "0"]
+
+
+@as_root
+@pytest.mark.usefixtures("private_mounts")
+def test_a_dev_shm_that_others_fill_while_the_rest_is_reserved(instance: str) -> None:
+    """A server that has reserved a quarter, held there: it serves, refuses what has no room and evicts nothing.
+
+    Then others take the room: it stays as small as it is, says so once, and evicts as ever. Killed, and with
+    room again, its successor adopts the chunks and gets the rest.
+    """
+    program = """
+        import os, subprocess, sys
+        from pathlib import Path
+        if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=80m", "tmpfs", "/dev/shm"]).returncode:
+            sys.exit(77)
+        from lmcache_shm.cli.admin import _status_lines
+        from tests.faults import cluster as module, held
+        from tests.faults.cluster import Cluster, until
+        go = Path(os.environ["LMCACHE_SHM_RUNTIME_DIR"], sys.argv[1] + ".go")
+        module.SERVER = held.PROGRAM + module.SERVER
+        def backing():
+            arena = cluster.status()["arena"]
+            return arena["backed_bytes"] >> 20, arena["growing"]
+        def stores():
+            for document in range(0, 80, 4):
+                engine.tell(document=document, chunks=5)
+            engine.answer()
+            return cluster.status()["counters"]
+        with Cluster(sys.argv[1], **{held.GO: str(go)}) as cluster:
+            cluster.start_server()
+            print(*backing())
+            (engine,) = cluster.add_engines({})
+            counters = stores()
+            print(counters["stores_skipped_full"] > 0, counters["evictions"])
+            with open("/dev/shm/somebody", "wb", buffering=0) as file:
+                try:
+                    while True:
+                        file.write(bytes(1 << 20))
+                except OSError as error:
+                    print(error.strerror)
+            go.touch()
+            until(lambda: not backing()[1], "it gives up")
+            print(*backing())
+            print(*[line for line in _status_lines(cluster.status()) if "reserved:" in line])
+            print(stores()["evictions"] > 0, cluster.prove()["wrong"])
+            log = cluster.log.read_text()
+            print(log.count("could be reserved"), log.count("--shm-size"))
+            cluster.kill_server()
+            os.unlink("/dev/shm/somebody")
+            cluster.start_server()
+            print(cluster.status()["server"]["adopted"]["slots"] == cluster.committed() > 10)
+            until(lambda: backing() == (64, False), "the rest is reserved")
+            assert engine.ask(wait_up=20.0)["up"]
+            print(cluster.prove()["wrong"])
+    """
+    found = python(program, instance, before=["unshare", "-m"])
+    if found.returncode == 77:
+        pytest.skip("mount is not allowed here")
+    assert found.returncode == 0, found.stderr
+    assert [line for line in found.stdout.splitlines() if line] == [
+        "16 True",
+        "True 0",
+        "No space left on device",
+        "16 False",
+        "memory    only 16.0 MiB of 64.0 MiB could be reserved: /dev/shm had no room for more",
+        "True 0",
+        "1 1",
+        "True",
+        "0",
+    ]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_server_that_ends_before_all_is_reserved(
+    instance: str, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Told to end it ends in order; killed, it is followed by one that goes on where it was."""
+    monkeypatch.setattr(cluster_module, "SERVER", held.PROGRAM + cluster_module.SERVER)
+    go = Path(os.environ["LMCACHE_SHM_RUNTIME_DIR"], f"{instance}.go")
+    with Cluster(instance, **{held.GO: str(go)}) as cluster:
+        cluster.start_server()
+        (engine,) = cluster.add_engines({})
+        cluster.prove()
+        stored = cluster.committed()
+        assert stored > 0
+        assert cluster.memory()[f"lmcache_shm.{instance}"] == held.FIRST
+        assert cluster.server is not None
+        cluster.server.send_signal(number)
+        status = cluster.server.wait(20)
+        if number == signal.SIGTERM:
+            assert (status, cluster.memory()) == (0, {})
+            return
+        assert cluster.memory()[f"lmcache_shm.{instance}"] == held.FIRST
+        cluster.start_server()
+        found = cluster.status()
+        assert found is not None
+        assert found["server"]["adopted"]["slots"] == stored
+        assert (found["arena"]["backed_bytes"], found["arena"]["growing"]) == (held.FIRST, True)
+        go.touch()
+        until(lambda: not (cluster.status() or {})["arena"]["growing"], "the rest is reserved")
+        assert cluster.memory()[f"lmcache_shm.{instance}"] == 64 << 20
+        assert engine.ask(wait_up=20.0)["up"]
+        cluster.prove()
 
 
 @as_root

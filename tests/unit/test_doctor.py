@@ -123,13 +123,18 @@ def test_huge_pages_and_numa_nodes_are_told(tmp_path: Path):
     place = tmp_path / "sys/kernel/mm/transparent_hugepage"
     place.mkdir(parents=True)
     (place / "shmem_enabled").write_text("always within_size advise [never] deny force\n")
+    (tmp_path / "proc/self").mkdir(parents=True)
+    mounts = tmp_path / "proc/self/mounts"
+    mounts.write_text("tmpfs /dev/shm tmpfs rw,size=8g 0 0\n")
     for node in range(2):
         (tmp_path / f"sys/devices/system/node/node{node}").mkdir(parents=True)
 
     (pages,) = host.huge_pages(tmp_path)
     (numa,) = host.numa(tmp_path)
     assert (pages.level, numa.level) == ("note", "note")
-    assert "/sys/kernel/mm/transparent_hugepage/shmem_enabled" in pages.remedy
+    assert "mount -o remount,huge=within_size /dev/shm" in pages.remedy
+    mounts.write_text("tmpfs /dev/shm tmpfs rw,huge=within_size,size=8g 0 0\n")
+    assert [page.level for page in host.huge_pages(tmp_path)] == ["ok"]
     assert "numactl" in numa.remedy
 
 

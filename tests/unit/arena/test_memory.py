@@ -115,3 +115,31 @@ def test_other_errors_are_told_as_they_are():
     finally:
         os.close(read_end)
         os.close(write_end)
+
+
+@pytest.mark.parametrize(
+    ("options", "above", "mode"),
+    [
+        ("rw,size=8g", "never", "never"),
+        ("rw,huge=always,size=8g", "never", "always"),
+        ("rw,size=8g,huge=within_size", "advise", "within_size"),
+        ("rw,huge=advise", "always", "advise"),
+        ("rw,size=8g", "always", "never"),
+        ("rw,huge=always", "deny", "never"),
+        ("rw", "force", "always"),
+    ],
+)
+def test_the_mount_says_whether_there_are_huge_pages(tmp_path, options, above, mode):
+    """Not shmem_enabled: that is for shared memory that lies in no mount that people see."""
+    folder = tmp_path / "sys/kernel/mm/transparent_hugepage"
+    folder.mkdir(parents=True)
+    (folder / "shmem_enabled").write_text(f"always never deny force [{above}]\n")
+    (tmp_path / "proc/self").mkdir(parents=True)
+    mounts = f"proc /proc proc rw 0 0\nx /dev/shm tmpfs rw,huge=always 0 0\ny /dev/shm tmpfs {options} 0 0\n"
+    (tmp_path / "proc/self/mounts").write_text(mounts)
+
+    assert memory.huge_pages(tmp_path) == mode
+
+
+def test_a_kernel_without_huge_pages(tmp_path):
+    assert memory.huge_pages(tmp_path) == "never"

@@ -26,10 +26,16 @@ def arena_of(
     chunk_size: int = CHUNK,
     max_slots: int | None = None,
     slab_bytes: int = SLAB,
+    first: int | None = None,
 ) -> Iterator[segment.Arena]:
     name = f"test-{os.getpid()}-rig{next(_numbers)}"
     arena = segment.create(
-        name, data_bytes, chunk_size=chunk_size, max_slots=max_slots, slab_bytes=slab_bytes
+        name,
+        data_bytes,
+        chunk_size=chunk_size,
+        max_slots=max_slots,
+        slab_bytes=slab_bytes,
+        first=first,
     )
     try:
         yield arena

@@ -72,6 +72,29 @@ def test_copies_are_measured_and_shown(monkeypatch):
     assert "tiny" in text.getvalue()
 
 
+def test_two_threads_are_judged_where_memcpy_itself_gains():
+    row = {"threads": 2, "case": "x", "store_gain": 1.6, "load_gain": 1.4}
+
+    (line,) = bench_tables._thread_lines([{**row, "memcpy_gain": 1.7}])
+    assert "store 1.60x, load 1.40x (bar 1.5x: not met)" in line
+    (line,) = bench_tables._thread_lines([{**row, "memcpy_gain": 1.7, "load_gain": 1.5}])
+    assert "bar 1.5x: met" in line
+    (line,) = bench_tables._thread_lines([{**row, "memcpy_gain": 1.2}])
+    assert "not judged" in line
+
+
+def test_gains_are_those_of_one_round_each():
+    """Whole rounds may be slow, as the second and third are here: the ratio of the medians would be 0.8."""
+    one = {name: [1.0, 4.0, 10.0] for name in ("memcpy", "store", "load")}
+    two = {name: [0.5, 8.0, 5.0] for name in one}
+
+    row = bench_transfer._row(2, 10**9, two, one)
+
+    assert row["store_gain"] == row["memcpy_gain"] == 2.0
+    assert row["store_ratio"] == 1.0
+    assert row["store_gbs"] == 0.2
+
+
 def test_device_back_ends_are_measured_on_the_simulated_device():
     speed = bench_device.run(
         bench_device.HostBed(), 1, lambda _: None, total=1 << 20, sizes=(1 << 16, 1 << 18)
