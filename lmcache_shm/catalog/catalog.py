@@ -240,6 +240,7 @@ class Catalog:
         slots.flags[rows[~now]] |= FLAG_DROP
         slots.free(rows[now])
         slots.allocator.release_empty()
+        self._reserver.forget()
         slots.counters["clears"] += 1
         slots.counters["cleared_slots"] += int(committed.sum())
         slots.changes += 1

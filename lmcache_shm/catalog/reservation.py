@@ -135,6 +135,10 @@ class Reserver:
         if group.full:
             self._remember(wanted)
 
+    def forget(self) -> None:
+        """The arena was cleared: what found no room in it may find some now."""
+        self._refused.clear()
+
     def _remember(self, refused: list[bytes]) -> None:
         self._refused.update(dict.fromkeys(refused))
         for name in list(islice(self._refused, max(len(self._refused) - REMEMBERED, 0))):

@@ -142,6 +142,16 @@ def test_a_chunk_whose_parent_left_by_itself_is_stored(tight):
     assert len(store(catalog, space, prefix, range(4, 6))) == 2
 
 
+def test_after_a_clear_nothing_is_held_against_anybody(tight):
+    catalog, space = tight
+    prefix = Prefix(space, "long", 20)
+    store(catalog, space, prefix, range(16))
+    assert len(store(catalog, space, prefix, [16])) == 0
+    catalog.clear()
+
+    assert len(store(catalog, space, prefix, [16])) == 1
+
+
 def test_few_refused_chunks_are_remembered(tight, monkeypatch):
     monkeypatch.setattr(reservation, "REMEMBERED", 8)
     catalog, space = tight
