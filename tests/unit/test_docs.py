@@ -167,6 +167,18 @@ def test_tools_and_scripts_exist_with_their_options(block: Block):
                 assert not word.startswith("--") or f'"{word}"' in source, f"{block.where}: {word}"
 
 
+def test_recipes_of_the_justfile_name_what_exists():
+    text = (ROOT / "Justfile").read_text(encoding="utf-8")
+    scripts = set(re.findall(r"(?<!venv/)\bbin/[\w-]+", text))
+
+    assert {"setup", "serve", "demo", "test", "lint", "bench", "top"} <= set(
+        re.findall(r"^(\w+)(?: \*args)?:$", text, flags=re.MULTILINE)
+    )
+    assert len(scripts) == 4
+    assert all((ROOT / script).exists() for script in scripts)
+    assert set(re.findall(r"bin/lmcache-shm (\w+)", text)) <= set(app.COMMANDS)
+
+
 @pytest.mark.parametrize("page", PAGES, ids=label)
 def test_transfer_configs_are_valid(page: Path):
     for where, text in transfer_configs(page):
