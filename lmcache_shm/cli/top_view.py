@@ -216,8 +216,8 @@ def _left(snapshot: Snapshot, view: View, width: int, room: int) -> list[Section
     note = (
         f"{len(chosen)} of {total} namespaces" if chosen else f"by look-ups, sorted by {view.sort}"
     )
-    # The picture may take a seventh of the room, and in two columns what the table leaves.
-    rows = max((room or 24) // 7, room - len(held) - 2 if view.width >= WIDE else 0, 1)
+    # The picture may take a ninth of the room, and in two columns what the table leaves.
+    rows = max((room or 24) // 9, room - len(held) - 2 if view.width >= WIDE else 0, 1)
     drawn = picture(snapshot, width, min(rows, 12), colour=view.colour, chosen=view.namespace)
     each = slabs_per_cell(snapshot, width * min(rows, 12))
     scale = (f"{size(each * snapshot['arena']['slab_bytes'])} a cell", DIM)

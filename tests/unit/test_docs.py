@@ -110,6 +110,14 @@ def test_options_that_the_text_names_exist():
         assert named - foreign <= known, page.name
 
 
+def test_modules_that_the_architecture_names_exist():
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    named = re.findall(r"`(?:lmcache_shm/)?(\w+/\w+\.py)`", text)
+
+    assert len(named) > 10
+    assert [name for name in named if not (ROOT / "lmcache_shm" / name).exists()] == []
+
+
 def test_metrics_that_the_text_names_exist():
     from lmcache_shm.metrics import families
     from tests.unit.sample_snapshot import snapshot
@@ -162,6 +170,29 @@ def test_commands_of_ours_exist_with_their_options(block: Block):
         given = {word.partition("=")[0] for word in words[2:] if word.startswith("-")}
         assert given <= flags | {"--help"}, block.where
     assert click
+
+
+@pytest.mark.parametrize("block", SHELL_BLOCKS, ids=label)
+def test_tools_and_scripts_exist_with_their_options(block: Block):
+    for words in block.commands():
+        if words[0].startswith("./"):
+            assert os.access(ROOT / words[0], os.X_OK), block.where
+        if words[:2] == ["python", "-m"] and words[2].startswith("tools."):
+            source = (ROOT / f"{words[2].replace('.', '/')}.py").read_text(encoding="utf-8")
+            for word in words[3:]:
+                assert not word.startswith("--") or f'"{word}"' in source, f"{block.where}: {word}"
+
+
+def test_recipes_of_the_justfile_name_what_exists():
+    text = (ROOT / "Justfile").read_text(encoding="utf-8")
+    scripts = set(re.findall(r"(?<!venv/)\bbin/[\w-]+", text))
+
+    assert {"setup", "serve", "demo", "test", "lint", "bench", "top"} <= set(
+        re.findall(r"^(\w+)(?: \*args)?:$", text, flags=re.MULTILINE)
+    )
+    assert len(scripts) == 4
+    assert all((ROOT / script).exists() for script in scripts)
+    assert set(re.findall(r"bin/lmcache-shm (\w+)", text)) <= set(app.COMMANDS)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=label)
