@@ -237,6 +237,19 @@ class Config:
     transfer_threads: int = _option(
         1, "threads", "Copying threads of each worker.", whole(1, 64), "engine"
     )
+    copy_backend: str = _option(
+        "auto", "", "How a worker with an NVIDIA GPU copies pinned memory: auto (by page size), "
+        "batch (cuMemcpyBatchAsync), kernel (Triton), rows (2D copies), ranges (one copy a "
+        "range), or pageable (pin nothing). What cannot be had falls back to the next best.",
+        one_of("auto", "batch", "kernel", "rows", "ranges", "pageable"), "engine",
+    )  # fmt: skip
+    load_kernel_below: int = _option(
+        28 << 10, "bytes", "With copy_backend auto, loads of pages smaller than this go by kernel; "
+        "`lmcache-shm bench transfer --device cuda` measures where.", whole(0, 1 << 30), "engine",
+    )  # fmt: skip
+    store_kernel_below: int = _option(
+        0, "bytes", "The same for stores.", whole(0, 1 << 30), "engine"
+    )
     mamba_steps: str = _option(
         "exact", "", "exact: refuse a max_num_batched_tokens under which recurrent states end off "
         "chunk boundaries; any: accept it and cache the boundaries that the engine does snapshot.",

@@ -5,6 +5,8 @@ range, and the driver API has no sticky "last error" that would surface later in
 """
 
 import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -21,7 +23,8 @@ MEMORYTYPE_HOST, MEMORYTYPE_DEVICE = 1, 2
 SRC_ACCESS_ORDER_STREAM, SRC_ACCESS_ORDER_ANY = 1, 3
 DEVICE_ATTRIBUTE_MAX_PITCH = 11
 STREAM_CAPTURE_MODE_RELAXED = 2
-OUT_OF_MEMORY, NOT_SUPPORTED, ALREADY_REGISTERED = 2, 801, 712
+STREAM_NON_BLOCKING = 1
+OUT_OF_MEMORY, NOT_FOUND, NOT_SUPPORTED, ALREADY_REGISTERED = 2, 500, 801, 712
 
 REMEDIES = {
     OUT_OF_MEMORY: "Raise the limit on locked memory: `ulimit -l unlimited`, in Docker "
@@ -79,7 +82,11 @@ class Driver:
 
     def call(self, name: str, *arguments: Any) -> None:
         """Call a function of the library; every argument must be a ctypes object."""
-        self._check(name, getattr(self._lib, name)(*arguments))
+        try:
+            function = getattr(self._lib, name)
+        except AttributeError:
+            raise DeviceError(name, NOT_FOUND, "the driver is too old to have it") from None
+        self._check(name, function(*arguments))
 
     def check_batch(self, code: int) -> None:
         self._check("cuMemcpyBatchAsync", code)
@@ -141,12 +148,10 @@ class CudaDevice:
         self.has_batch = self._driver.batch is not None
         self._kernel = self._load_kernel()
         self.has_kernel = self._kernel is not None
-        lowest, _ = torch.cuda.Stream.priority_range()
+        self._handles = self._create_streams()
         self._streams = {
-            kind: torch.cuda.Stream(index, priority=lowest) for kind in ("store", "load")
-        }
-        self._handles = {
-            kind: ctypes.c_void_p(stream.cuda_stream) for kind, stream in self._streams.items()
+            kind: torch.cuda.ExternalStream(handle.value, device=index)
+            for kind, handle in self._handles.items()
         }
         # A store's source is written by kernels before it; a load's is committed and never changes.
         self._attributes = {
@@ -154,13 +159,53 @@ class CudaDevice:
             "load": _CopyAttributes(src_access_order=SRC_ACCESS_ORDER_ANY),
         }
 
+    def _create_streams(self) -> dict[str, ctypes.c_void_p]:
+        """A stream of the lowest priority for each direction, ours alone.
+
+        torch deals its streams out from a pool of 32, so one of those may come to be somebody else's, too:
+        copies would wait for their kernels, or end up in their graph capture.
+        """
+        lowest, highest = ctypes.c_int(), ctypes.c_int()
+        streams = {"store": ctypes.c_void_p(), "load": ctypes.c_void_p()}
+        with self._inside():
+            self._driver.call(
+                "cuCtxGetStreamPriorityRange", ctypes.byref(lowest), ctypes.byref(highest)
+            )
+            for handle in streams.values():
+                self._driver.call(
+                    "cuStreamCreateWithPriority",
+                    ctypes.byref(handle),
+                    ctypes.c_uint(STREAM_NON_BLOCKING),  # independent of the legacy default stream
+                    lowest,
+                )
+        return streams
+
+    @contextmanager
+    def _inside(self) -> Iterator[None]:
+        """Calls of the driver from a thread that is not ours, which is left as it was."""
+        self._driver.call("cuCtxPushCurrent_v2", self._context)
+        mode = ctypes.c_int(STREAM_CAPTURE_MODE_RELAXED)  # see enter_thread
+        try:
+            self._driver.call("cuThreadExchangeStreamCaptureMode", ctypes.byref(mode))
+            try:
+                yield
+            finally:
+                self._driver.call("cuThreadExchangeStreamCaptureMode", ctypes.byref(mode))
+        finally:
+            self._driver.call("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
+
     def enter_thread(self) -> None:
-        self._torch.cuda.set_device(self._index)
+        self._guarded("cudaSetDevice", lambda: self._torch.cuda.set_device(self._index))
         self._driver.call("cuCtxSetCurrent", self._context)
         # While the engine captures CUDA graphs, other threads' calls (registration, event queries) would
         # fail and spoil the capture. Ours never touch a capturing stream, so they may opt out.
         mode = ctypes.c_int(STREAM_CAPTURE_MODE_RELAXED)
         self._driver.call("cuThreadExchangeStreamCaptureMode", ctypes.byref(mode))
+
+    def warm_up(self) -> None:
+        if self._kernel is not None:
+            nothing = np.zeros(1, dtype=np.int64)
+            self.copy_kernel("load", Ranges(nothing, nothing, nothing))
 
     def register(self, address: int, nbytes: int) -> int:
         flags = MEMHOSTREGISTER_PORTABLE | MEMHOSTREGISTER_DEVICEMAP
@@ -184,7 +229,9 @@ class CudaDevice:
         return mapped.value
 
     def unregister(self, address: int) -> None:
-        self._driver.call("cuMemHostUnregister", ctypes.c_void_p(address))
+        # Whoever closes the engine calls this; a thread without a context would be refused.
+        with self._inside():
+            self._driver.call("cuMemHostUnregister", ctypes.c_void_p(address))
 
     def marker_here(self) -> Any:
         return self._record(self._torch.cuda.current_stream(self._index))
@@ -249,8 +296,10 @@ class CudaDevice:
 
     def copy_kernel(self, kind: JobKind, ranges: Ranges) -> Any:
         torch, kernel = self._torch, self._kernel
-        sources, targets, sizes = self._directed(kind, ranges)
-        table = np.stack([sources, targets, sizes])
+        count = len(ranges.nbytes)
+        # Every row begins at a multiple of 16 bytes: Triton compiles again for pointers that do not.
+        table = np.zeros((3, count + count % 2), dtype=np.int64)
+        table[:, :count] = self._directed(kind, ranges)
 
         def launch() -> Any:
             stream = self._streams[kind]
@@ -258,8 +307,8 @@ class CudaDevice:
                 # Pinned, or else torch would wait for the whole stream before it went on.
                 pinned = torch.from_numpy(table).pin_memory()
                 on_gpu = pinned.to(f"cuda:{self._index}", non_blocking=True)
-                grid = (min(kernel.PROGRAMS, len(sizes)),)
-                kernel.copy_ranges[grid](*on_gpu, len(sizes), WORDS=kernel.WORDS)
+                grid = (min(kernel.PROGRAMS, count),)
+                kernel.copy_ranges[grid](*on_gpu, count, WORDS=kernel.WORDS)
             return pinned, on_gpu
 
         return self._guarded("kernel launch", launch)
@@ -290,9 +339,9 @@ class CudaDevice:
 
     @staticmethod
     def _load_kernel() -> Any:
-        """The kernel's module, compiled at its first launch; None without Triton."""
+        """The kernel's module, compiled at its first launch; None without a Triton that works."""
         try:
             from lmcache_shm.transfer import kernel  # noqa: PLC0415
-        except ImportError:
+        except Exception:  # noqa: BLE001 - a broken Triton raises whatever it likes
             return None
         return kernel

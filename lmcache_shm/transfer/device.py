@@ -19,6 +19,7 @@ class DeviceError(RuntimeError):
 
     def __init__(self, call: str, code: int, text: str, remedy: str = "") -> None:
         super().__init__(f"{call}: {text} ({code})")
+        self.code = code
         self.remedy = remedy
 
 
@@ -62,10 +63,14 @@ class Device(Protocol):
     def enter_thread(self) -> None:
         """Make the device usable from the calling thread; once per thread, before anything else."""
 
+    def warm_up(self) -> None:
+        """What is slow the first time (compiling the kernel); from the thread that loads, if at all."""
+
     def register(self, address: int, nbytes: int) -> int:
         """Pin host memory and map it for the device; its address as the device sees it."""
 
-    def unregister(self, address: int) -> None: ...
+    def unregister(self, address: int) -> None:
+        """From any thread, also one that never entered."""
 
     def marker_here(self) -> Any:
         """An event behind everything submitted so far to the caller's current stream."""

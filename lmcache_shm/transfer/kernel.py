@@ -12,7 +12,8 @@ WORDS = 1024
 """8-byte words that a program moves at a time."""
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+# Compiled once: without the list there would be other variants for 1 and for multiples of 16.
+@triton.jit(do_not_specialize=["count"])  # type: ignore[untyped-decorator]
 def copy_ranges(sources, targets, sizes, count, WORDS: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201, N803
     """Copy ``sizes[i]`` bytes (a multiple of 8) from ``sources[i]`` to ``targets[i]``, i < count."""
     offsets = tl.arange(0, WORDS)

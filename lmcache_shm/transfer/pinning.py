@@ -13,6 +13,8 @@ logger = logging.getLogger(__name__)
 
 LOOK_S = 0.1
 """Seconds between two looks at how far the server has reserved the arena's memory."""
+PAUSE_S = 0.002
+"""Between two pieces. The driver holds locks while it registers, and others wait for them: let them pass."""
 
 
 class PinnedMemory:
@@ -64,13 +66,14 @@ class PinnedMemory:
                 self._shift[self._registered] = self._device.register(low, high - low) - low
                 self._registered += 1
                 self._upto = high  # last: from now on copies count on it
-        except DeviceError as error:
+                self._stop.wait(PAUSE_S)
+        except Exception as error:  # noqa: BLE001 - whatever it is, copies go on without
             logger.warning(
                 "%.1f GiB of the arena stay unpinned and are copied as pageable memory, which is "
                 "several times slower: %s. %s",
                 (self._pieces[-1][1] - self._upto) / 2**30,
                 error,
-                error.remedy,
+                getattr(error, "remedy", ""),
             )
             return
         logger.info(

@@ -1,11 +1,13 @@
 """Pure planning for the stream engine: which bytes, in which pieces, by which back end."""
 
-from typing import Literal, get_args
+from collections.abc import Mapping
+from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 
 from lmcache_shm.transfer.bundles import Bundle, Ids, consecutive
 from lmcache_shm.transfer.device import Addresses, Ranges, Rows
+from lmcache_shm.transfer.pages import SlotLayout
 
 GIB = 1 << 30
 LARGEST_PIECE = 64 * GIB
@@ -14,22 +16,26 @@ PIECE_ALIGN = 64 << 20
 """Slabs are powers of two up to this size, so a multiple of it never cuts one."""
 
 Backend = Literal["batch", "kernel", "rows", "ranges"]
-Wish = Literal["auto", "batch", "kernel", "rows", "ranges"]
+Wish = Literal["auto", "batch", "kernel", "rows", "ranges", "pageable"]
+"""``pageable``: nothing is pinned, so every range is a copy of its own, and slow."""
 WISHES = get_args(Wish)
 
 KERNEL_BELOW = {"load": 28 << 10, "store": 0}
 """Mean range size under which the kernel is chosen by itself. Published for H100 (vLLM): loads gain below
-28 KiB, stores never do. ``lmcache-shm bench transfer --device cuda`` measures it for the GPU at hand."""
+28 KiB, stores never do. ``lmcache-shm bench transfer --device cuda`` measures it for the GPU at hand, and
+the engine options load_kernel_below and store_kernel_below, whose defaults these are, set it."""
 KERNEL_MIN_RANGES = 16
 
 
 def plan_pieces(
-    nbytes: int, first: int = GIB // 4, largest: int = 8 * GIB, align: int = PIECE_ALIGN
+    nbytes: int, first: int = GIB // 4, largest: int = GIB, align: int = PIECE_ALIGN
 ) -> list[tuple[int, int]]:
     """Cut ``nbytes`` of arena into (start, end) offsets to be registered one after the other.
 
     Pieces double from ``first`` to ``largest``: the slabs that are used first are pinned within
-    a second, and no call holds the driver for long. All ends but the last are multiples of ``align``.
+    a second, and no call holds the driver, for which launches of kernels may wait, for long. All ends but
+    the last are multiples of ``align``, so no slab is cut; a slot of several slabs may be, and its copies
+    are (see ``split``).
     """
     if not 0 < first <= largest <= LARGEST_PIECE or first % align or largest % align:
         raise ValueError(f"pieces of {first} to {largest} bytes: not ≤ 64 GiB or not aligned")
@@ -41,13 +47,33 @@ def plan_pieces(
     return pieces
 
 
-def page_ranges(bundle: Bundle, region: int, first: int, ids: Ids) -> Ranges:
+class LaneTable(NamedTuple):
+    """All lanes of one part as columns ``[lanes, 1]``, made once; see ``pages.Lane``."""
+
+    base: Addresses
+    stride: Addresses
+    nbytes: Addresses
+    segment: Addresses
+
+
+def lane_table(layout: SlotLayout, part: int) -> LaneTable:
+    """Of any lanes, equally spaced or not."""
+    lanes = layout.parts[part].pages.lanes
+    rows = [
+        (lane.base_addr, lane.block_stride, lane.nbytes, segment)
+        for lane, segment in zip(lanes, layout.segments[part], strict=True)
+    ]
+    columns = np.array(rows, dtype=np.int64).T
+    return LaneTable(*(np.ascontiguousarray(column)[:, None] for column in columns))
+
+
+def page_ranges(table: LaneTable, region: int, first: int, ids: Ids) -> Ranges:
     """Every page of ``ids`` in every lane, lane by lane; ``region`` is the host address of the region."""
-    lanes = np.arange(bundle.lanes, dtype=np.int64)[:, None]
     pages = np.arange(first, first + len(ids), dtype=np.int64)
-    device = bundle.base + lanes * bundle.spacing + ids * bundle.block_stride
-    host = region + bundle.segment + lanes * bundle.segment_spacing + pages * bundle.nbytes
-    return Ranges(device.ravel(), host.ravel(), np.full(device.size, bundle.nbytes, np.int64))
+    device = table.base + ids * table.stride
+    host = region + table.segment + pages * table.nbytes
+    nbytes = np.broadcast_to(table.nbytes, device.shape)
+    return Ranges(device.ravel(), host.ravel(), nbytes.ravel())
 
 
 def join(parts: list[Ranges]) -> Ranges:
@@ -97,7 +123,7 @@ def page_rows(bundle: Bundle, region: int, first: int, ids: Ids, max_pitch: int)
         host = region + b.segment + (first + at) * b.nbytes
         width = count * b.nbytes
         if count == 1 or b.block_stride == b.nbytes:
-            if b.lanes == 1 or width <= b.spacing <= max_pitch:
+            if b.lanes == 1 or (width <= b.spacing <= max_pitch >= b.segment_spacing):
                 found.append(Rows(device, b.spacing, host, b.segment_spacing, width, b.lanes))
             else:
                 found += [
@@ -107,16 +133,19 @@ def page_rows(bundle: Bundle, region: int, first: int, ids: Ids, max_pitch: int)
                     for i in range(b.lanes)
                 ]
         else:
+            # Blocks that lie too far apart for a pitch are copied one by one.
+            height = count if b.block_stride <= max_pitch else 1
             found += [
                 Rows(
-                    device + i * b.spacing,
+                    device + i * b.spacing + j * b.block_stride,
                     b.block_stride,
-                    host + i * b.segment_spacing,
+                    host + i * b.segment_spacing + j * b.nbytes,
                     b.nbytes,
                     b.nbytes,
-                    count,
+                    height,
                 )
                 for i in range(b.lanes)
+                for j in range(0, count, height)
             ]
     return found
 
@@ -128,10 +157,10 @@ def choose(
     *,
     has_batch: bool,
     has_kernel: bool,
-    kernel_below: int | None = None,
+    kernel_below: Mapping[str, int] = KERNEL_BELOW,
 ) -> Backend:
     """The back end for pinned ranges; a wish that cannot be granted falls back to the next best."""
-    limit = KERNEL_BELOW[kind] if kernel_below is None else kernel_below
+    limit = kernel_below[kind]
     count = len(ranges.nbytes)
     if wish == "kernel" or (
         wish == "auto" and count >= KERNEL_MIN_RANGES and ranges.total < limit * count

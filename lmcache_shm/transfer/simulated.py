@@ -50,6 +50,7 @@ class SimulatedDevice:
         self.calls: Counter[str] = Counter()
         self.registered: dict[int, int] = {}
         self._fails: dict[str, set[int]] = {}
+        self._code = 700
         self._mapped_at = mapped_at
         self._pinned_limit = pinned_limit
         self._lock = threading.RLock()
@@ -58,9 +59,10 @@ class SimulatedDevice:
             "load": deque(),
         }
 
-    def fail(self, call: str, *numbers: int) -> None:
+    def fail(self, call: str, *numbers: int, code: int = 700) -> None:
         """Let the given calls of a method fail, counted from 1; without numbers every call."""
         self._fails[call] = set(numbers)
+        self._code = code
 
     def advance(self, kind: str, operations: int = 1 << 30) -> int:
         """Run up to so many operations of a stream; how many ran before it was empty or had to wait."""
@@ -78,6 +80,9 @@ class SimulatedDevice:
 
     def enter_thread(self) -> None:
         self._count("enter_thread")
+
+    def warm_up(self) -> None:
+        self._count("warm_up")
 
     def register(self, address: int, nbytes: int) -> int:
         self._count("register")
@@ -179,4 +184,4 @@ class SimulatedDevice:
             self.calls[call] += 1
             numbers = self._fails.get(call)
             if numbers is not None and (not numbers or self.calls[call] in numbers):
-                raise DeviceError(call, 700, "told to fail", "Do not tell it to.")
+                raise DeviceError(call, self._code, "told to fail", "Do not tell it to.")

@@ -10,8 +10,9 @@ asks for their end events; nobody but these threads ever waits for the device. L
 
 import logging
 import threading
-from collections import deque
-from collections.abc import Sequence
+import time
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,9 +24,12 @@ from lmcache_shm.transfer.jobs import JobBook, Record
 from lmcache_shm.transfer.pages import SlotLayout
 from lmcache_shm.transfer.pinning import PinnedMemory
 from lmcache_shm.transfer.plan import (
+    KERNEL_BELOW,
+    LaneTable,
     Wish,
     choose,
     join,
+    lane_table,
     merge,
     page_ranges,
     page_rows,
@@ -35,8 +39,11 @@ from lmcache_shm.transfer.plan import (
 
 logger = logging.getLogger(__name__)
 
-POLL_SECONDS = 0.0002
-"""Between two looks at the end event, while copies are in flight and nothing else is to be done."""
+POLL_SECONDS = (0.0002, 0.002)
+"""Between two looks at the end event: least and most. In between it is a sixteenth of the time that the
+oldest job has been in flight, so that a store that waits for a long prefill costs the engine no GIL."""
+NO_BATCH = {1, 801}
+"""What a driver answers that has batches, but not for this device or memory: invalid value, not supported."""
 
 
 @dataclass(slots=True)
@@ -48,6 +55,7 @@ class Flight:
     moved: int
     reason: str
     keep: list[Any]
+    issued: float = field(default_factory=time.monotonic)
 
 
 @dataclass(slots=True)
@@ -75,7 +83,7 @@ class StreamEngine:
         device: Device,
         *,
         backend: Wish = "auto",
-        kernel_below: int | None = None,
+        kernel_below: Mapping[str, int] = KERNEL_BELOW,
         pieces: Sequence[tuple[int, int]] | None = None,
         start: bool = True,
     ) -> None:
@@ -85,11 +93,18 @@ class StreamEngine:
         self._bundles: list[list[list[Bundle]]] = [
             [part_bundles(layout, part) for part in range(len(layout.parts))] for layout in layouts
         ]
+        self._tables: list[list[LaneTable]] = [
+            [lane_table(layout, part) for part in range(len(layout.parts))] for layout in layouts
+        ]
         self._arena = arena.data_array.ctypes.data
         self.backend: Wish = backend
         self._kernel_below = kernel_below
-        self._has_kernel = device.has_kernel
+        self._has_kernel, self._has_batch = device.has_kernel, device.has_batch
+        self.used: Counter[str] = Counter()
+        """How many slots each back end has copied (a part that was not pinned yet counts as pageable)."""
         planned = plan_pieces(arena.data_array.nbytes) if pieces is None else pieces
+        if backend == "pageable":
+            planned = ()
         self.pinned = PinnedMemory(
             device, self._arena, planned, reserved=lambda: arena.backed_bytes, start=start
         )
@@ -149,7 +164,7 @@ class StreamEngine:
             if self._book.begin(record):
                 self._issue(flow, record, event)
             busy = True
-        while flow.flights and self._has_ended(flow.flights[0]):
+        while flow.flights and self._has_ended(kind, flow.flights[0]):
             self._finish(flow.flights.popleft())
             busy = True
         return busy
@@ -157,8 +172,10 @@ class StreamEngine:
     def _run(self, flow: Flow) -> None:
         try:
             self._device.enter_thread()
-        except DeviceError as error:
+        except Exception as error:  # noqa: BLE001 - without this thread jobs would never end
             self._lose(error)
+        if flow.kind == "load" and self.backend in {"auto", "kernel"} and not self._lost:
+            self._warm_up()
         changed = self._book.changed
         while True:
             with changed:
@@ -173,8 +190,22 @@ class StreamEngine:
                 self._lose(error)
                 busy = True
             if not busy:
+                least, most = POLL_SECONDS
+                age = time.monotonic() - flow.flights[0].issued if flow.flights else 0.0
                 with changed:
-                    changed.wait(POLL_SECONDS)
+                    if not flow.queue:
+                        changed.wait(min(max(age / 16, least), most))
+
+    def _warm_up(self) -> None:
+        try:
+            self._device.warm_up()
+        except Exception as error:  # noqa: BLE001 - no compiler, …: no common class
+            self._give_up_kernel(error)
+
+    def _give_up_kernel(self, error: Exception) -> None:
+        if self._has_kernel:
+            logger.warning("the copy kernel cannot be used, copying without it: %s", error)
+        self._has_kernel = False
 
     def _issue(self, flow: Flow, record: Record, event: Any) -> None:
         flight = Flight(record, None, 0, self._lost, [])
@@ -188,12 +219,9 @@ class StreamEngine:
         flow.flights.append(flight)
         try:
             flight.end = self._device.mark(flow.kind)
-        except DeviceError as error:
+        except Exception as error:  # noqa: BLE001 - whatever it is, nothing may run when the job ends
             flight.reason = flight.reason or f"error: {error}"
-            try:
-                self._device.synchronize(flow.kind)
-            except DeviceError as fatal:
-                self._lose(fatal)
+            self._empty(flow.kind)
 
     def _copy_items(self, kind: JobKind, flight: Flight) -> None:
         for item in flight.record.job.items:
@@ -206,50 +234,67 @@ class StreamEngine:
 
     def _copy_item(self, kind: JobKind, item: CopyItem, keep: list[Any]) -> int:
         region = self._arena + item.offset
-        runs = [
-            (bundle, run.first, run.block_ids)
+        tables = self._tables[item.group]
+        named = [
+            page_ranges(tables[run.part], region, run.first, run.block_ids)
             for run in item.runs
             if len(run.block_ids)
-            for bundle in self._bundles[item.group][run.part]
         ]
-        if not runs:
+        if not named:
             return 0
-        whole = merge(join([page_ranges(b, region, first, ids) for b, first, ids in runs]))
+        whole = merge(join(named))
         ranges = split(whole, self.pinned.edges)
         mask = self.pinned.is_pinned(ranges)
         if not mask.all():
+            self.used["pageable"] += 1
             self._copy_ranges(kind, ranges.pick(~mask))
             ranges = ranges.pick(mask)
         elif self._backend(kind, ranges) == "rows" and self.pinned.in_one_piece(whole):
-            for bundle, first, ids in runs:
-                for rows in page_rows(bundle, region, first, ids, self._device.max_pitch):
-                    self._device.copy_rows(kind, rows)
-            return ranges.total
+            self.used["rows"] += 1
+            self._copy_rows(kind, item)
+            return whole.total
         self._copy_pinned(kind, ranges, keep)
         return whole.total
 
+    def _copy_rows(self, kind: JobKind, item: CopyItem) -> None:
+        region, pitch = self._arena + item.offset, self._device.max_pitch
+        for run in item.runs:
+            for bundle in self._bundles[item.group][run.part] if len(run.block_ids) else ():
+                for rows in page_rows(bundle, region, run.first, run.block_ids, pitch):
+                    self._device.copy_rows(kind, rows)
+
     def _copy_pinned(self, kind: JobKind, ranges: Ranges, keep: list[Any]) -> None:
+        """Try what was chosen; what cannot be used is given up for good, and its copies are done again."""
         if not len(ranges.nbytes):
             return
         if self._backend(kind, ranges) == "kernel":
             try:
                 keep.append(self._device.copy_kernel(kind, self.pinned.as_device_sees(ranges)))
             except Exception as error:  # noqa: BLE001 - no compiler, …: no common class
-                logger.warning("the copy kernel cannot be used, copying without it: %s", error)
-                self._has_kernel = False
+                self._give_up_kernel(error)
             else:
+                self.used["kernel"] += 1
                 return
         if self._backend(kind, ranges) == "batch":
-            self._device.copy_batch(kind, self.pinned.as_device_sees(ranges))
-        else:
-            self._copy_ranges(kind, ranges)
+            try:
+                self._device.copy_batch(kind, self.pinned.as_device_sees(ranges))
+            except DeviceError as error:
+                if error.code not in NO_BATCH:
+                    raise
+                logger.warning("batched copies cannot be used, copying without them: %s", error)
+                self._has_batch = False
+            else:
+                self.used["batch"] += 1
+                return
+        self.used["ranges"] += 1
+        self._copy_ranges(kind, ranges)
 
     def _backend(self, kind: JobKind, ranges: Ranges) -> str:
         return choose(
             self.backend,
             kind,
             ranges,
-            has_batch=self._device.has_batch,
+            has_batch=self._has_batch,
             has_kernel=self._has_kernel,
             kernel_below=self._kernel_below,
         )
@@ -258,15 +303,25 @@ class StreamEngine:
         for device, host, nbytes in zip(*(column.tolist() for column in ranges), strict=True):
             self._device.copy(kind, device, host, nbytes)
 
-    def _has_ended(self, flight: Flight) -> bool:
-        """True when the device is done with the job, or gone."""
-        if self._lost or flight.end is None:
+    def _has_ended(self, kind: JobKind, flight: Flight) -> bool:
+        """True when the device is done with the job, or cannot be asked any more."""
+        if flight.end is None:
             return True
+        if not self._lost:
+            try:
+                return self._device.reached(flight.end)
+            except Exception as error:  # noqa: BLE001 - whatever it is, the answer is not known
+                self._lose(error)
+        self._empty(kind)
+        flight.end = None
+        return True
+
+    def _empty(self, kind: JobKind) -> None:
+        """Wait until nothing runs on the stream; a device that cannot even do that is lost."""
         try:
-            return self._device.reached(flight.end)
-        except DeviceError as error:
+            self._device.synchronize(kind)
+        except Exception as error:  # noqa: BLE001 - there is nothing left to try
             self._lose(error)
-            return True
 
     def _lose(self, error: Exception) -> None:
         """The device is unusable: nothing runs on it any more, every job fails from now on."""

@@ -37,6 +37,9 @@ class TorchDevice:
     def enter_thread(self) -> None:
         """Nothing to do: tensors know their device."""
 
+    def warm_up(self) -> None:
+        """Nothing is compiled."""
+
     def register(self, address: int, nbytes: int) -> int:
         raise DeviceError(
             "pinning", NOT_SUPPORTED, f"not supported on {self.name}", "Using pageable copies."

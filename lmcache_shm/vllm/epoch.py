@@ -49,7 +49,11 @@ class Epoch:
         replicas: int,
     ) -> "Epoch":
         place = Place(
-            registered.client, registered.region_offsets, registered.checksum_offset, hello.checksum
+            registered.client,
+            registered.region_offsets,
+            registered.checksum_offset,
+            hello.checksum,
+            plan.chunk_size,
         )
         return cls(
             boot=registered.boot,

@@ -54,6 +54,8 @@ class Place:
     """Start of 8 bytes per rank, by object group."""
     checksum: str
     """"off", "store" or "verify"."""
+    chunk_size: int
+    """Tokens per slot. With the number of object groups it says how the engine's pages lie in a slot."""
 
 
 @dataclass

@@ -56,3 +56,11 @@ class Mount:
     layout: RankLayout
     engine: TransferEngine
     jobs: dict[int, tuple[Job, Place]] = field(default_factory=dict)
+
+    def fits(self, place: Place) -> bool:
+        """Whether slots are laid out here as whoever planned for `place` thinks. A server that took over an
+        arena may cut chunks differently, and a job from before it may arrive after."""
+        return (place.chunk_size, len(place.region_offsets)) == (
+            self.plan.chunk_size,
+            len(self.plan.groups),
+        )

@@ -8,7 +8,7 @@ are reported to vLLM with the next step.
 import logging
 import threading
 import time
-from typing import Any
+from typing import Any, cast
 
 from lmcache_shm.arena.layout import RING
 from lmcache_shm.arena.segment import Arena
@@ -16,6 +16,7 @@ from lmcache_shm.config import Config
 from lmcache_shm.control.messages import HelloReply
 from lmcache_shm.transfer.engine import CopyItem, CopyJob, JobResult, PageRun
 from lmcache_shm.transfer.pages import GroupPages
+from lmcache_shm.transfer.plan import Wish
 from lmcache_shm.transfer.select import open_engine
 from lmcache_shm.vllm.groups import kv_groups
 from lmcache_shm.vllm.layouts import (
@@ -97,14 +98,33 @@ class WorkerSide:
         plan = make_plan(self.groups, self.ignored, wanted, separate=hello.separate)
         arena_id = bytes(arena.arena_id)
         mount = self._mounts.get(arena_id)
-        if mount is None or mount.plan != plan:
-            layout = rank_layout(plan, self._pages)
-            engine = open_engine(
-                arena, layout.layouts, self._tensors, threads=self.config.transfer_threads
-            )
-            with self._lock:
-                mount = self._mounts[arena_id] = Mount(arena, plan, layout, engine)
-        return mount.layout.region_bytes
+        if mount is not None and mount.plan == plan:
+            return mount.layout.region_bytes
+        if mount is not None:  # the same memory, cut differently
+            self._unmount(mount)
+        layout = rank_layout(plan, self._pages)
+        below = {"load": self.config.load_kernel_below, "store": self.config.store_kernel_below}
+        engine = open_engine(
+            arena,
+            layout.layouts,
+            self._tensors,
+            threads=self.config.transfer_threads,
+            backend=cast("Wish", self.config.copy_backend),
+            kernel_below=below,
+        )
+        with self._lock:
+            self._mounts[arena_id] = Mount(arena, plan, layout, engine)
+        return layout.region_bytes
+
+    def _unmount(self, mount: Mount) -> None:
+        """End what is underway in a mount, and report it. Its memory may be pinned again afterwards."""
+        with self._lock:  # from now on no job finds it
+            self._mounts.pop(bytes(mount.arena.arena_id), None)
+        mount.engine.close()
+        while mount.jobs:  # also one that was being submitted meanwhile: it has a result, too
+            for result in mount.engine.poll():
+                self._report(mount, result)
+            time.sleep(PUBLISH_S)
 
     # ------------------------------------------------------------------------------------- steps
     def start_loads(self, meta: StepMetadata) -> None:
@@ -124,13 +144,24 @@ class WorkerSide:
 
     def _try(self, job: Job, kind: Any, place: Place, deadline_s: float) -> None:
         """Submit; whatever goes wrong, the job gets an answer, and the engine lives."""
+        with self._lock:
+            mount = self._mounts.get(job.arena_id)
+            if mount is not None and not mount.fits(place):
+                mount = None
+            if mount is not None:
+                mount.jobs[job.id] = job, place
+        if mount is None:
+            self._fail(
+                f"{kind}s_failed.arena", "the arena it was planned for is not mapped so any more"
+            )
+            self._refuse(job, kind)
+            return
         try:
-            self._submit(job, kind, place, deadline_s)
+            self._submit(mount, job, kind, place, deadline_s)
         except Exception:
             log.exception("lmcache_shm: a %s could not be submitted", kind)
             self.counts.add("errors")
-            mount = self._mounts.get(job.arena_id)
-            if mount is not None and mount.jobs.pop(job.id, None) is not None:
+            if mount.jobs.pop(job.id, None) is not None:
                 self._refuse(job, kind)
 
     def _refuse(self, job: Job, kind: str) -> None:
@@ -141,17 +172,7 @@ class WorkerSide:
             else:
                 self._refused.setdefault(job.id, set()).add(self.rank)
 
-    def _submit(self, job: Job, kind: Any, place: Place, deadline_s: float) -> None:
-        with self._lock:
-            mount = self._mounts.get(job.arena_id)
-            if mount is not None:
-                mount.jobs[job.id] = job, place
-        if mount is None:
-            self._fail(
-                f"{kind}s_failed.arena", "the arena it was planned for is not mapped any more"
-            )
-            self._refuse(job, kind)
-            return
+    def _submit(self, mount: Mount, job: Job, kind: Any, place: Place, deadline_s: float) -> None:
         items = [
             item for slot in job.slots if (item := self._item(mount, slot, place, kind)) is not None
         ]

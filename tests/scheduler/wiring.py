@@ -101,7 +101,7 @@ class Wiring:
             connector.register_kv_caches(self.engine.workers.ranks[rank].tensors)
         return connector
 
-    def _open_engine(self, arena: Any, layouts: Any, tensors: Any, *, threads: int) -> LateEngine:
+    def _open_engine(self, arena: Any, layouts: Any, tensors: Any, **_options: Any) -> LateEngine:
         """In place of transfer.select.open_engine: which rank it is for shows in where the tensors lie."""
         address = tensors[0].data_ptr()
         ranks = self.engine.workers.ranks

@@ -56,6 +56,7 @@ def device():
     def make(library: Library) -> CudaDevice:
         one = object.__new__(CudaDevice)
         one._driver = Driver(library)
+        one._context = ctypes.c_void_p(77)
         one._handles = {"store": ctypes.c_void_p(11), "load": ctypes.c_void_p(22)}
         one._attributes = {
             "store": cuda._CopyAttributes(src_access_order=cuda.SRC_ACCESS_ORDER_STREAM),
@@ -169,7 +170,7 @@ def test_threads_opt_out_of_other_threads_graph_captures(device):
     library = Library()
     one = device(library)
     one._torch = SimpleNamespace(cuda=SimpleNamespace(set_device=lambda index: None))
-    one._index, one._context = 0, ctypes.c_void_p(77)
+    one._index = 0
     one.enter_thread()
 
     (context, handle), (capture, mode) = library.calls[-2:]

@@ -13,7 +13,7 @@ from lmcache_shm.transfer.plan import (
     LARGEST_PIECE,
     PIECE_ALIGN,
     choose,
-    join,
+    lane_table,
     merge,
     page_ranges,
     page_rows,
@@ -80,7 +80,7 @@ def test_ranges_and_2d_copies_name_the_bytes_of_the_oracle(make, max_pitch):
             for first in {0, stored - 1}:
                 some = ids[first:]
                 runs = [(b, first, some) for b in part_bundles(layout, 0)]
-                ranges = join([page_ranges(b, 0, f, i) for b, f, i in runs])
+                ranges = page_ranges(lane_table(layout, 0), 0, first, some)
                 rows = [
                     (r.device + i * r.device_pitch, r.host + i * r.host_pitch, r.width)
                     for b, f, i in runs
@@ -139,7 +139,7 @@ CAN = {"has_batch": True, "has_kernel": True}
         ("auto", "load", SMALL.pick(slice(1, None)), CAN, "batch"),
         ("auto", "load", SMALL, CAN | {"has_kernel": False}, "batch"),
         ("auto", "load", LARGE, CAN | {"has_batch": False}, "rows"),
-        ("auto", "store", SMALL, CAN | {"kernel_below": 5000}, "kernel"),
+        ("auto", "store", SMALL, CAN | {"kernel_below": {"store": 5000}}, "kernel"),
         ("kernel", "load", LARGE, CAN, "kernel"),
         ("kernel", "load", LARGE._replace(nbytes=LARGE.nbytes - 1), CAN, "batch"),
         ("batch", "load", SMALL, CAN | {"has_batch": False}, "rows"),

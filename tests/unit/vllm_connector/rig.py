@@ -130,7 +130,7 @@ class Rig:
         self.space = self.catalog.register(b"{}", specs, plan.chunk_size)
         self.client = DirectClient(self.catalog, self.space.id, b"boot")
         groups = len(plan.groups)
-        place = Place(0, [[0] * world] * groups, [512] * groups, "off")
+        place = Place(0, [[0] * world] * groups, [512] * groups, "off", plan.chunk_size)
         self.epoch = Epoch(
             b"boot", arena, plan, seed(b"{}"), self.space.id, [TOKENS_AT] * groups, place,
             np.arange(world), [set() for _ in plan.groups],

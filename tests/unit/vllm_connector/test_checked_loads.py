@@ -32,6 +32,6 @@ def test_a_load_is_checked_where_a_checksum_was_written(mode, kind, written, che
     slot: Any = SimpleNamespace(
         row=3, offset=4096, generation=7, group=0, runs=[(0, 0, np.arange(2))]
     )
-    item = WorkerSide._item(side, mount, slot, Place(0, [[0, 64]], [128], mode), kind)
+    item = WorkerSide._item(side, mount, slot, Place(0, [[0, 64]], [128], mode, 256), kind)
     assert item is not None
     assert item.checksum_at == (4096 + 128 + 8 if checked else -1)
