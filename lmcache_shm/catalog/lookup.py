@@ -18,7 +18,7 @@ from lmcache_shm.catalog.slots import PIN, Slots
 HIT = np.uint64(1 << 16)
 ALL_HITS = np.uint64(0xFFFF << 16)
 FIRST_LOOK = 64
-STRIDE = 4
+STRIDE = 8
 """FIRST_LOOK keys are probed before looking whether the prefix goes on; then STRIDE times as many, and so on."""
 
 
@@ -62,7 +62,9 @@ class Lookup:
                 self.misses[self._reason(space, names, held, n, reach)] += 1
         return self._pin(space, held, n, start, local_tokens)
 
-    def _probe(self, space: Namespace, names: list[bytes], words: U64, start: int) -> tuple[list[Rows], int]:
+    def _probe(
+        self, space: Namespace, names: list[bytes], words: U64, start: int
+    ) -> tuple[list[Rows], int]:
         """By group: committed rows of the chunks (-1: absent), and how far the full groups go.
 
         Nothing beyond that reach is looked up. Chunks before `start` are, so that they count as used, but
@@ -85,13 +87,7 @@ class Lookup:
         return held, reach
 
     def _probe_full(
-        self,
-        space: Namespace,
-        group: Group,
-        names: list[bytes],
-        words: U64,
-        start: int,
-        reach: int,
+        self, space: Namespace, group: Group, names: list[bytes], words: U64, start: int, reach: int
     ) -> Rows:
         parts, at, step = [NO_ROWS], 0, start + FIRST_LOOK
         while at < reach:

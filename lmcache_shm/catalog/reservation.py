@@ -143,7 +143,9 @@ class Reserver:
         for start, end in zip(starts, [*starts[1:], len(picks)], strict=True):
             i = picks[start]
             run = parents[i], names[i]
-            if renew or run not in heads:  # another group's run of the same chunks has the same ticks
+            if (
+                renew or run not in heads
+            ):  # another group's run of the same chunks has the same ticks
                 heads[run] = self._head_tick(
                     space, parents[i], entries.chunks[i], end - start, renew=renew
                 )
