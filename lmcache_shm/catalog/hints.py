@@ -12,8 +12,8 @@ from lmcache_shm.arena.layout import U64, Rows, SlotState, word
 from lmcache_shm.catalog.namespace import Group, Namespace
 from lmcache_shm.catalog.slots import KNOWN, NAMESPACE, NUMBER, Slots
 
-ROOM = 4
-"""Buckets per slot, at least: one key in eight loses its bucket to another one when all slots are in use."""
+ROOM = 8
+"""Buckets per slot, at least: one key in sixteen loses its bucket to another one when all slots are in use."""
 FEW = 24
 """Up to so many keys the index is faster."""
 _SPREAD, _HIGH = word(0x9E3779B97F4A7C15), word(32)
@@ -21,7 +21,7 @@ _NOT_FOUND = np.int32(-1)
 
 
 class Hints:
-    """4 to 8 words of 4 bytes a slot."""
+    """32 to 64 bytes a slot."""
 
     def __init__(self, slots: Slots) -> None:
         self._slots = slots

@@ -18,7 +18,7 @@ from lmcache_shm.catalog.slots import PIN, Slots
 HIT = np.uint64(1 << 16)
 ALL_HITS = np.uint64(0xFFFF << 16)
 FIRST_LOOK = 64
-STRIDE = 4
+STRIDE = 8
 """FIRST_LOOK keys are probed before looking whether the prefix goes on; then STRIDE times as many, and so on."""
 
 

@@ -189,9 +189,8 @@ class Reserver:
         for start, end in zip(starts, [*starts[1:], len(picks)], strict=True):
             i = picks[start]
             run = entries.parents[i], entries.names[i]
-            if (
-                renew or run not in heads
-            ):  # another group's run of the same chunks has the same ticks
+            # Another group's run of the same chunks has the same ticks.
+            if renew or run not in heads:
                 heads[run] = self._head_tick(
                     space, entries.parents[i], entries.chunks[i], end - start, renew=renew
                 )
