@@ -32,7 +32,7 @@ def examine_use(snapshot: Snapshot) -> Iterator[Finding]:
     for reason, (text, remedy) in ENGINE_SIDE.items():
         if misses.get(reason):
             yield note(area, f"{misses[reason]} times {text}", remedy)
-    if counters["stores_skipped_full"]:
+    if counters["stores_skipped_full"] and not arena.get("growing"):  # more room is on its way
         yield problem(
             area,
             f"{counters['stores_skipped_full']} stores found no room that was not in use",

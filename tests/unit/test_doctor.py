@@ -350,6 +350,24 @@ def test_an_arena_of_another_mount_is_found():
     assert "--ipc=host" in the_problem(server.health(hello, snapshot(clients=[]), [])).remedy
 
 
+def test_an_arena_that_could_not_be_reserved_to_its_end_is_found():
+    changes = {"arena__backed_bytes": 1 << 30, "arena__growing": False}
+    found = the_problem(health(**changes))
+
+    assert "only 1.0 GiB of 4.0 GiB could be reserved" in found.text
+    assert "--shm-size" in found.remedy
+
+
+def test_an_arena_that_is_still_being_reserved_is_told_and_no_problem():
+    """Nor is what found no room yet."""
+    changes = {"arena__backed_bytes": 1 << 30, "counters__stores_skipped_full": 3}
+    found = health(**changes, arena__growing=True)
+
+    assert not problems(found)
+    assert any("1.0 GiB of 4.0 GiB reserved, the rest follows" in f.text for f in found)
+    assert len(problems(health(**changes, arena__growing=False))) == 2
+
+
 def test_a_draining_server_is_found():
     assert "draining" in the_problem(health(server__draining=True)).text
 

@@ -81,6 +81,15 @@ def test_a_standard_terminal_shows_every_section_and_the_keys():
     assert " q  quit" in shown(View(80, 24))[-1]
 
 
+def test_memory_that_is_not_all_reserved_is_told():
+    there = snapshot(arena__backed_bytes=1 << 30, arena__growing=True)
+
+    assert any(
+        "of 4.0 GiB" in row and "1.0 GiB reserved" in row for row in shown(View(80, 24), there)
+    )
+    assert not any("GiB reserved" in row for row in shown(View(80, 24)))
+
+
 def test_what_has_no_room_is_said_to_be_there():
     assert any(line.endswith("more ──") for line in shown(View(80, 24)))
     assert not any(line.endswith("more ──") for line in shown(View(160, 48)))
