@@ -61,7 +61,7 @@ SNAPSHOT: dict[str, Any] = {
     "events": [
         {"t": 1_790_000_000.0, "text": "adopted 1,200 slots (3.0 GiB), dropped 3 that were half written"},
         {"t": 1_790_000_004.0, "text": "rank 0 of engine qwen-7f3a attached (pid 5002)"},
-        {"t": 1_790_000_005.0, "text": "engine qwen-7f3a registered (Qwen/Qwen3.5-4B, 1 workers, 2 object groups, chunks of 320 tokens)"},
+        {"t": 1_790_000_005.0, "text": "engine qwen-7f3a registered (Qwen/Qwen3.5-4B, 1 worker, 2 object groups, chunks of 320 tokens)"},
         {"t": 1_790_000_100.0, "text": "2 slots of engine gpt-oss-11c9 in quarantine: its workers may still be writing"},
     ],
 }  # fmt: skip
