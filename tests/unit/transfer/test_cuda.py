@@ -67,6 +67,7 @@ def device():
         one = object.__new__(CudaDevice)
         one._driver = Driver(library)
         one._context = ctypes.c_void_p(77)
+        one._launching = threading.Lock()
         one._handles = {"store": ctypes.c_void_p(11), "load": ctypes.c_void_p(22)}
         one._attributes = {
             "store": cuda._CopyAttributes(src_access_order=cuda.SRC_ACCESS_ORDER_STREAM),
