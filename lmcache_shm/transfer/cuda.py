@@ -5,6 +5,7 @@ range, and the driver API has no sticky "last error" that would surface later in
 """
 
 import ctypes
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -148,6 +149,7 @@ class CudaDevice:
         self.has_batch = self._driver.batch is not None
         self._kernel = self._load_kernel()
         self.has_kernel = self._kernel is not None
+        self._launching = threading.Lock()
         self._handles = self._create_streams()
         self._streams = {
             kind: torch.cuda.ExternalStream(handle.value, device=index)
@@ -303,7 +305,8 @@ class CudaDevice:
 
         def launch() -> Any:
             stream = self._streams[kind]
-            with torch.cuda.device(self._index), torch.cuda.stream(stream):
+            # One at a time: or else both threads would compile the kernel when it is new.
+            with self._launching, torch.cuda.device(self._index), torch.cuda.stream(stream):
                 # Pinned, or else torch would wait for the whole stream before it went on.
                 pinned = torch.from_numpy(table).pin_memory()
                 on_gpu = pinned.to(f"cuda:{self._index}", non_blocking=True)

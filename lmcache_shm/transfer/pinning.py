@@ -45,7 +45,7 @@ class PinnedMemory:
         self._registered = 0
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
-        if start:
+        if start and self._pieces:
             self._thread = threading.Thread(target=self.run, name="lmcache-shm-pin", daemon=True)
             self._thread.start()
 

@@ -100,7 +100,9 @@ def test_device_back_ends_are_measured_on_the_simulated_device():
         bench_device.HostBed(), 1, lambda _: None, total=1 << 20, sizes=(1 << 16, 1 << 18)
     )
 
-    assert {row["backend"] for row in speed["rows"]} == {"batch", "kernel", "rows", "ranges"}
+    assert {row["backend"] for row in speed["rows"]} == {
+        "batch", "kernel", "rows", "ranges", "auto"
+    }  # fmt: skip
     assert set(speed["peak_gbs"]) == {"store", "load", "both"}
 
 
@@ -158,13 +160,18 @@ def test_gpu_check_runs_on_the_simulated_device(tmp_path):
 
     assert done.returncode == 0, done.stdout + done.stderr
     result = json.loads(out.read_text())
-    assert (len(result["checks"]), result["failed"]) == (6, 0)
+    assert (len(result["checks"]), result["failed"]) == (8, 0)
+    used = {row["backend"]: row["used"] for row in result["checks"]}
+    assert {wish: used[wish] for wish in ("batch", "kernel", "rows", "ranges")} == {
+        wish: wish for wish in ("batch", "kernel", "rows", "ranges")
+    }
     assert result["speed"]["rows"]
 
 
 BLIND = """
 import sys
 sys.path.insert(0, "tools")
+sys.modules["vllm"] = None  # a machine without vLLM will do
 from lmcache_shm.transfer.simulated import SimulatedDevice
 SimulatedDevice.wait = lambda self, kind, event: None
 import gpu_check
@@ -186,7 +193,17 @@ def test_gpu_check_notices_an_engine_that_ignores_events():
     )
 
     assert done.returncode == 1, done.stdout + done.stderr
-    assert "6 checks, 2 failed" in done.stdout
+    assert "8 checks, 2 failed" in done.stdout
+
+
+def test_a_back_end_that_another_one_stood_in_for_is_not_measured(monkeypatch):
+    """Or the table would show the batch's figures under the kernel's name."""
+    bed = bench_device.HostBed()
+    bed.device.fail("copy_kernel")
+
+    speed = bench_device.run(bed, 1, lambda _: None, total=1 << 20, sizes=(1 << 16,))
+
+    assert {row["backend"] for row in speed["rows"]} == {"batch", "rows", "ranges", "auto"}
 
 
 def command(*words: str) -> subprocess.CompletedProcess[str]:

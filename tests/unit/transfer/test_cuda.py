@@ -1,9 +1,11 @@
 """The CUDA device: what can be checked without one, and (marked gpu) what cannot."""
 
+import contextlib
 import ctypes
 import os
 import subprocess
 import sys
+import threading
 from types import SimpleNamespace
 
 import numpy as np
@@ -21,6 +23,7 @@ class Library:
         self.version = version
         self.codes = codes or {}
         self.calls: list[tuple[str, tuple]] = []
+        self.missing: set[str] = set()
         self.batches: list[tuple] = []
 
         def batch(*arguments):
@@ -31,6 +34,9 @@ class Library:
         self.entry = form(batch)
 
     def __getattr__(self, name):
+        if name in self.missing:
+            raise AttributeError(name)
+
         def call(*arguments):
             self.calls.append((name, arguments))
             if name == "cuDriverGetVersion":
@@ -39,6 +45,10 @@ class Library:
                 arguments[1]._obj.value = b"out of luck"
             if name == "cuGetProcAddress_v2":
                 arguments[1]._obj.value = ctypes.cast(self.entry, ctypes.c_void_p).value
+            if name == "cuCtxGetStreamPriorityRange":
+                arguments[0]._obj.value, arguments[1]._obj.value = 2, -5
+            if name == "cuStreamCreateWithPriority":
+                arguments[0]._obj.value = 1000 + len(self.calls)
             if name == "cuMemHostGetDevicePointer_v2":
                 arguments[0]._obj.value = arguments[1].value + 5
             return self.codes.get(name, 0)
@@ -57,6 +67,7 @@ def device():
         one = object.__new__(CudaDevice)
         one._driver = Driver(library)
         one._context = ctypes.c_void_p(77)
+        one._launching = threading.Lock()
         one._handles = {"store": ctypes.c_void_p(11), "load": ctypes.c_void_p(22)}
         one._attributes = {
             "store": cuda._CopyAttributes(src_access_order=cuda.SRC_ACCESS_ORDER_STREAM),
@@ -186,6 +197,111 @@ def test_failed_calls_are_errors(device):
         one.copy_batch("store", Ranges(*[np.ones(1, dtype=np.int64)] * 3))
 
 
+@pytest.mark.parametrize("code", [0, 713])
+def test_any_thread_can_unregister_and_is_left_as_it_was(code, device):
+    """The thread that closes an engine has no CUDA context: without one the driver refuses."""
+    library = Library(codes={"cuMemHostUnregister": code})
+    one = device(library)
+    library.calls.clear()
+    if code:
+        with pytest.raises(DeviceError, match="cuMemHostUnregister"):
+            one.unregister(4096)
+    else:
+        one.unregister(4096)
+
+    names = [name for name in library.names() if name != "cuGetErrorString"]
+    assert names == [
+        "cuCtxPushCurrent_v2",
+        "cuThreadExchangeStreamCaptureMode",
+        "cuMemHostUnregister",
+        "cuThreadExchangeStreamCaptureMode",
+        "cuCtxPopCurrent_v2",
+    ]
+    assert library.calls[0][1][0].value == 77
+
+
+def test_a_device_has_two_streams_of_its_own_with_the_lowest_priority(monkeypatch):
+    """Not from torch's pool, whose streams are dealt out again; and not bound to the legacy stream."""
+    library, wrapped = Library(), []
+    torch = SimpleNamespace(
+        cuda=SimpleNamespace(
+            get_device_name=lambda index: f"card {index}",
+            ExternalStream=lambda handle, device: wrapped.append((handle, device)),
+        )
+    )
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    monkeypatch.setattr(cuda, "Driver", lambda: Driver(library))
+
+    one = CudaDevice(3)
+
+    made = [arguments for name, arguments in library.calls if name == "cuStreamCreateWithPriority"]
+    assert [(flags.value, priority.value) for _, flags, priority in made] == [(1, 2), (1, 2)]
+    handles = [handle.value for handle in one._handles.values()]
+    assert len(set(handles)) == 2
+    assert wrapped == [(handle, 3) for handle in handles]
+    assert (one.name, one.has_batch) == ("card 3", True)
+    assert library.names().count("cuCtxPushCurrent_v2") == library.names().count(
+        "cuCtxPopCurrent_v2"
+    )
+
+
+def test_a_driver_without_a_function_is_an_error_that_can_be_handled():
+    library = Library()
+    library.missing.add("cuInit")
+
+    with pytest.raises(DeviceError, match="too old"):
+        Driver(library)
+
+
+class Table:
+    """Stands in for a tensor of descriptors."""
+
+    def __init__(self, array: np.ndarray) -> None:
+        self.array = array
+
+    def pin_memory(self):
+        return self
+
+    def to(self, where, *, non_blocking):
+        assert non_blocking
+        return self
+
+    def __iter__(self):
+        return iter(self.array)
+
+
+@pytest.mark.parametrize("kind", ["store", "load"])
+@pytest.mark.parametrize("count", [1, 3, 40])
+def test_rows_of_the_kernels_table_are_aligned(kind, count, device):
+    """Triton compiles once more for pointers that are no multiple of 16, in the middle of serving."""
+    one, launches = device(Library()), []
+
+    class Kernel:
+        PROGRAMS, WORDS = 16, 1024
+        copy_ranges = property(
+            lambda self: {(min(16, count),): lambda *a, **k: launches.append((a, k))}
+        )
+
+    one._kernel, one._index, one._streams = Kernel(), 0, {"store": None, "load": None}
+    one._torch = SimpleNamespace(
+        from_numpy=Table,
+        cuda=SimpleNamespace(
+            device=lambda index: contextlib.nullcontext(),
+            stream=lambda stream: contextlib.nullcontext(),
+        ),
+    )
+    ranges = Ranges(*(np.arange(count, dtype=np.int64) + n for n in (1000, 2000, 8)))
+    kept = one.copy_kernel(kind, ranges)
+
+    (((sources, targets, sizes, given), more),) = launches
+    assert (given, more) == (count, {"WORDS": 1024})
+    wanted = ranges if kind == "store" else (ranges.host, ranges.device, ranges.nbytes)
+    for row, column in zip((sources, targets, sizes), wanted):
+        assert np.array_equal(row[:count], column)
+        assert (row.ctypes.data - sources.ctypes.data) % 16 == 0
+    assert kept
+
+
 def test_errors_of_torch_become_device_errors():
     def broken():
         raise RuntimeError("CUDA error: an illegal memory access\nlong advice")
@@ -238,9 +354,12 @@ def gpu() -> bool:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("backend", ["batch", "kernel", "rows", "ranges"])
-def test_gpu_round_trip(backend):
-    """Store, overwrite, load on a real device; tools/gpu_check.py does this for real layouts."""
+@pytest.mark.parametrize("backend", ["auto", "batch", "kernel", "rows", "ranges", "pageable"])
+def test_gpu_round_trip(backend, caplog):
+    """Store, overwrite, load on a real device; tools/gpu_check.py does this for real layouts.
+
+    Closed by a thread that never heard of CUDA: everything must be unpinned all the same.
+    """
     if not gpu():
         pytest.skip("no CUDA device")
     import torch
@@ -268,5 +387,10 @@ def test_gpu_round_trip(backend):
         assert engine.drain(WAIT)
         assert [(r.ok, r.reason) for r in engine.poll()] == [(True, ""), (True, "")]
         assert torch.equal(kv[:, blocks], before[:, blocks])
+        assert backend == "auto" or set(engine.used) == {backend}
     finally:
-        engine.close()
+        closer = threading.Thread(target=engine.close)
+        closer.start()
+        closer.join(WAIT)
+    assert not closer.is_alive()
+    assert "could not unpin" not in caplog.text

@@ -69,7 +69,7 @@ def test_splitting_keeps_every_byte_pair_and_crosses_no_edge(ranges, edges):
 
 
 @pytest.mark.parametrize("make", WORLDS, ids=lambda make: make.__name__)
-@pytest.mark.parametrize("max_pitch", [1 << 31, 1])
+@pytest.mark.parametrize("max_pitch", [1 << 31, 3000, 1])
 def test_ranges_and_2d_copies_name_the_bytes_of_the_oracle(make, max_pitch):
     """Scattered and neighbouring blocks, whole slots and parts; 2D copies with and without room."""
     world = make()
@@ -81,10 +81,12 @@ def test_ranges_and_2d_copies_name_the_bytes_of_the_oracle(make, max_pitch):
                 some = ids[first:]
                 runs = [(b, first, some) for b in part_bundles(layout, 0)]
                 ranges = page_ranges(lane_table(layout, 0), 0, first, some)
+                copies = [r for b, f, i in runs for r in page_rows(b, 0, f, i, max_pitch)]
+                for r in copies:
+                    assert r.height == 1 or max(r.device_pitch, r.host_pitch) <= max_pitch
                 rows = [
                     (r.device + i * r.device_pitch, r.host + i * r.host_pitch, r.width)
-                    for b, f, i in runs
-                    for r in page_rows(b, 0, f, i, max_pitch)
+                    for r in copies
                     for i in range(r.height)
                 ]
                 expected = np.concatenate([world.content(group, int(b)) for b in some])

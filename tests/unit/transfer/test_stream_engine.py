@@ -1,6 +1,7 @@
 """The stream engine on a simulated device: bytes, late completions, failures at every call."""
 
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -318,6 +319,43 @@ def test_a_kernel_that_cannot_be_launched_is_replaced_for_good(rigs, caplog):
     assert (device.calls["copy_kernel"], device.calls["copy_batch"]) == (1, 4)
 
 
+@pytest.mark.parametrize("code", [1, 801])
+def test_batches_that_the_driver_refuses_are_replaced_for_good(code, rigs, caplog):
+    device = SimulatedDevice()
+    device.fail("copy_batch", code=code)
+    b = rigs(dense_hnd(), device, backend="batch")
+    b.engine.pinned.join(WAIT)
+    for _ in range(2):
+        assert b.round_trip(0, b.world.scattered_blocks(4), b.world.scattered_blocks(4))
+
+    assert caplog.text.count("batched copies cannot be used") == 1
+    assert device.calls["copy_batch"] == 1
+    assert set(b.engine.used) == {"ranges", "rows"}
+
+
+def test_the_kernel_is_made_ready_before_the_first_load(rigs):
+    """Compiling takes seconds, and the engine's thread should not feel them while it serves."""
+    for backend, expected in (("auto", 1), ("kernel", 1), ("batch", 0)):
+        device = SimulatedDevice()
+        b = rigs(dense_hnd(), device, backend=backend)
+        b.run("store", [item(b.layouts, 0, 3, SLOT, b.world.scattered_blocks(4))])
+        b.run("load", [item(b.layouts, 0, 3, SLOT, b.world.scattered_blocks(4))])
+        assert device.calls["warm_up"] == expected
+
+
+def test_a_kernel_that_cannot_be_made_ready_is_never_tried(rigs, caplog):
+    device = SimulatedDevice()
+    device.fail("warm_up")
+    b = rigs(dense_hnd(), device, backend="kernel")
+    b.engine.pinned.join(WAIT)
+    while not device.calls["warm_up"]:
+        time.sleep(0.001)
+    assert b.round_trip(0, b.world.scattered_blocks(4), b.world.scattered_blocks(4))
+
+    assert caplog.text.count("kernel cannot be used") == 1
+    assert device.calls["copy_kernel"] == 0
+
+
 def test_without_an_end_event_the_stream_is_emptied_before_the_result(stepped):
     b = stepped()
     b.device.fail("mark", 1)
@@ -328,6 +366,56 @@ def test_without_an_end_event_the_stream_is_emptied_before_the_result(stepped):
     assert b.device.advance("store") == 0
     ((_, ok, _),) = outcomes(b)
     assert not ok
+
+
+def test_any_error_of_the_end_event_empties_the_stream(stepped, monkeypatch):
+    """Not only those that the device is known to raise."""
+    b = stepped()
+
+    def broken(kind):
+        raise MemoryError("no event")
+
+    monkeypatch.setattr(b.device, "mark", broken)
+    b.engine.submit(job("store", [b.item]))
+    b.engine.step("store")
+    b.engine.step("store")
+
+    assert b.device.advance("store") == 0
+    ((_, ok, reason),) = outcomes(b)
+    assert not ok
+    assert "no event" in reason
+
+
+@pytest.mark.parametrize("failing", ["store", "load"])
+def test_no_result_while_copies_may_still_run_on_a_device_that_fails(failing, stepped):
+    """Asking for an event fails. The copies of both streams are waited for before anybody gets the blocks."""
+    b = stepped()
+    b.arena.set(4, SlotState.COMMITTED, 5)
+    b.engine.submit(job("store", [b.item], 1))
+    b.engine.submit(job("load", [item(b.layouts, 0, 4, 2 * SLOT, b.blocks)], 2))
+    for kind in ("store", "load"):
+        b.device.fail("reached", 1)
+        b.engine._issue(b.engine._flows[kind], *begun(b, kind))
+    b.engine.step(failing)
+    left = {kind: len(b.device._streams[kind]) for kind in ("store", "load")}
+    other = {"store": "load", "load": "store"}[failing]
+    assert left[failing] == 0
+    assert left[other] > 0
+    assert [number for number, _, _ in outcomes(b)] == [{"store": 1, "load": 2}[failing]]
+
+    b.engine.step(other)
+
+    assert len(b.device._streams[other]) == 0
+    ((_, ok, reason),) = outcomes(b)
+    assert not ok
+    assert "device lost" in reason
+
+
+def begun(b, kind):
+    """The one job that is queued, begun."""
+    record, event = b.engine._flows[kind].queue.popleft()
+    assert b.engine._book.begin(record)
+    return record, event
 
 
 @pytest.mark.parametrize("calls", [["reached"], ["mark", "synchronize"]])
@@ -348,9 +436,18 @@ def test_a_lost_device_fails_all_jobs_and_stops_the_cache(calls, stepped):
     assert "device lost" in results[-1][2]
 
 
-def test_a_thread_that_cannot_use_the_device_fails_jobs_instead_of_hanging(rigs):
+@pytest.mark.parametrize("error", [None, ValueError("not of the driver")])
+def test_a_thread_that_cannot_use_the_device_fails_jobs_instead_of_hanging(
+    error, rigs, monkeypatch
+):
     device = SimulatedDevice()
     device.fail("enter_thread")
+    if error is not None:
+
+        def broken():
+            raise error
+
+        monkeypatch.setattr(device, "enter_thread", broken)
     b = rigs(dense_hnd(), device)
 
     result = b.run("store", [item(b.layouts, 0, 3, SLOT, b.world.scattered_blocks(4))])
@@ -392,6 +489,15 @@ def test_copies_work_while_registration_is_under_way(rigs):
             low, high = CUT[upto]
             start = b.arena.data_array.ctypes.data
             device.register(start + low, high - low)  # the driver knows already, the engine not yet
+
+
+def test_who_wants_pageable_copies_pins_nothing(rigs):
+    device = SimulatedDevice()
+    b = rigs(dense_hnd(), device, backend="pageable", pieces=None)
+    assert b.round_trip(0, b.world.scattered_blocks(4), b.world.scattered_blocks(4))
+
+    assert device.calls["register"] == 0
+    assert set(b.engine.used) == {"pageable"}
 
 
 def test_an_unpin_that_fails_is_no_exception(rigs, caplog):

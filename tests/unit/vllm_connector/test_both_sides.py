@@ -10,9 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from msgspec import structs
 from vllm.v1.core.block_pool import BlockPool
 
 from lmcache_shm.config import connector_config
+from lmcache_shm.transfer.engine import JobResult
 from lmcache_shm.vllm.groups import ModelError
 from lmcache_shm.vllm.metadata import StepMetadata
 from lmcache_shm.vllm.scheduler import SchedulerSide
@@ -244,6 +246,64 @@ def test_jobs_for_an_arena_that_was_replaced_are_given_back(instance: str) -> No
         assert not pair.side.has_pending_work()
         server.stop()
         server.restart()
+
+
+class Stuck:
+    """An engine whose copies go on until it is closed."""
+
+    def __init__(self) -> None:
+        self.jobs: list[Any] = []
+        self.results: list[JobResult] = []
+
+    def submit(self, job: Any) -> None:
+        self.jobs.append(job)
+
+    def poll(self) -> list[JobResult]:
+        found, self.results = self.results, []
+        return found
+
+    def drain(self, timeout: float) -> bool:
+        time.sleep(timeout)
+        return False
+
+    def close(self) -> None:
+        self.results = [JobResult(j.id, j.kind, ok=False, reason="closed") for j in self.jobs]
+
+
+def test_an_arena_that_is_cut_differently_gets_another_engine(instance: str) -> None:
+    """The first one is closed before: its threads would live on, and the arena would stay pinned.
+
+    What it had underway is reported, and what was planned for it and comes later is not begun.
+    """
+    with served(instance, full()) as (_, pair):
+        pair.store("a")
+        worker, hello = pair.worker, pair.worker.attachment.hello
+        arena = worker.attachment.arena
+        assert hello is not None
+        assert arena is not None
+        (mount,) = worker._mounts.values()
+        plan, first = mount.plan, mount.engine
+        assert worker._prepare(hello, arena) == mount.layout.region_bytes
+        assert list(worker._mounts.values()) == [mount]  # the same options: the same engine
+
+        mount.engine = stuck = Stuck()  # type: ignore[assignment]
+        for name in ("b", "c"):
+            request = pair.request(name)
+            assert pair.side.matched_tokens(request, 0) == (256, True)
+            pair.side.allocated(request, pair.tables[name], 256)
+            if name == "b":
+                pair.step()
+        assert len(stuck.jobs) == 1
+        assert worker._prepare(structs.replace(hello, chunk_size=512), arena)
+
+        assert pair.received() == ({"b"}, {"b"})
+        (second,) = worker._mounts.values()
+        assert (second.plan.chunk_size, plan.chunk_size) == (512, 256)
+        before = pair.pages("c", 0, 0, 10)
+        pair.step()
+        assert pair.received() == ({"c"}, {"c"})
+        assert np.array_equal(pair.pages("c", 0, 0, 10), before)
+        first.close()
 
 
 def test_a_restarted_server_still_serves(instance: str) -> None:
