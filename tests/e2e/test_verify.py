@@ -168,3 +168,19 @@ def test_nothing_stays_pinned(deployed: Deployed) -> None:
     assert table.pins() == 0
     assert len(table.rows(state=SlotState.RESERVED)) == 0
     assert deployed.server.check() == []
+
+
+def test_a_reset_with_reset_external_over_http_empties_the_arena(deployed: Deployed) -> None:
+    """The last test here: what the runs before it stored is there until then."""
+    assert len(deployed.server.wait_idle().rows()) > 0
+    post(f"{deployed.url}/reset_prefix_cache")
+    assert len(deployed.server.wait_idle().rows()) > 0
+
+    post(f"{deployed.url}/reset_prefix_cache?reset_external=true")
+
+    assert len(deployed.server.wait_idle().rows()) == 0
+
+
+def post(url: str) -> None:
+    with urllib.request.urlopen(urllib.request.Request(url, method="POST"), timeout=30) as reply:
+        assert reply.status == 200

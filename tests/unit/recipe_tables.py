@@ -7,6 +7,7 @@ from typing import Any
 RECIPES = Path(__file__).parents[2] / "docs" / "recipes"
 SHOWN = {
     "FullAttentionSpec": "full",
+    "SinkFullAttentionSpec": "full",
     "MLAAttentionSpec": "full (MLA)",
     "SlidingWindowSpec": "window",
     "SlidingWindowMLASpec": "window (MLA)",
@@ -35,6 +36,6 @@ def tables() -> dict[str, list[str]]:
 def rows(groups: list[dict[str, Any]]) -> list[str]:
     """The same, from what an engine says of its groups (`tools.tiny_models.runner.Runner.describe`)."""
     return [
-        f"{SHOWN[g['kind']]} {g['window'] or g['attention_chunk'] or '–'} {g['block_size']} {g['layers']}"
+        f"{SHOWN.get(g['kind'], g['kind'])} {g['window'] or g['attention_chunk'] or '–'} {g['block_size']} {g['layers']}"
         for g in groups
     ]
