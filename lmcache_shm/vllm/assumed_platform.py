@@ -59,6 +59,7 @@ def assume_cuda(capability: tuple[int, int]) -> None:
         name="assumed", major=capability[0], minor=capability[1], multi_processor_count=132
     )
     torch.accelerator.current_device_index = lambda: 0
+    torch.accelerator.empty_cache = lambda: None
     # With no visible device vLLM keeps Triton's decorators without asking for an active driver.
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
@@ -116,11 +117,14 @@ def platform(capability: tuple[int, int]) -> Any:
 
 
 def kernels_stand_in() -> None:
-    """From now on a kernel that is missing is a stand-in.
+    """From now on a kernel that is missing is a stand-in, and DeepGEMM is there.
 
     Only after the model's module is imported: at import, ``hasattr(torch.ops._C, …)`` decides
     what is registered, and must stay truthful.
     """
+    indexer: Any = sys.modules.get("vllm.model_executor.layers.sparse_attn_indexer")
+    if indexer is not None:  # sparse attention is not even built without that library
+        indexer.has_deep_gemm = lambda: True
     from torch._ops import _OpNamespace
 
     real = _OpNamespace.__getattr__

@@ -112,7 +112,9 @@ def instantiate(config: Any, *, assumed: bool) -> Any:
     from torch.overrides import TorchFunctionMode
     from torch.utils._device import _device_constructors
     from vllm.model_executor.model_loader.utils import get_model_architecture, initialize_model
+    from vllm.platforms import current_platform
     from vllm.utils.torch_utils import set_default_torch_dtype
+    from vllm.v1.worker.workspace import init_workspace_manager
 
     class WithoutBytes(TorchFunctionMode):
         """New tensors go to meta; those that a layer asks to have on the CPU stay there."""
@@ -128,6 +130,8 @@ def instantiate(config: Any, *, assumed: bool) -> Any:
     get_model_architecture(config.model_config)  # imports the model's module
     if assumed:
         assumed_platform.kernels_stand_in()
+    if not current_platform.is_cpu():
+        init_workspace_manager(torch.device("meta"))  # as the GPU's model runner before it loads
     with set_default_torch_dtype(config.model_config.dtype), WithoutBytes():
         return initialize_model(vllm_config=config, model_config=config.model_config)
 

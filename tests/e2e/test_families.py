@@ -2,6 +2,7 @@
 
 from lmcache_shm.arena.layout import SlotState
 from tests.e2e.lab import NEW, TOLERANCE, Lab
+from tests.unit import recipe_tables
 from tools.tiny_models.process import Output
 
 BOUNDARY = ("below", "at", "above")
@@ -16,6 +17,12 @@ def test_the_model_depends_on_its_cache(lab: Lab) -> None:
     other = lab.baseline["other prefix"]
 
     assert lab.difference("long", other) > 1000 * TOLERANCE
+
+
+def test_the_recipe_shows_the_groups_that_the_engine_has(lab: Lab) -> None:
+    shown = recipe_tables.tables()[lab.bench.family]
+
+    assert recipe_tables.rows(lab.engine.info["groups"]) == shown
 
 
 def test_a_cold_run_equals_the_baseline_and_stores_every_whole_chunk(lab: Lab) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from tests.e2e.lab import FULL, NEW, SLIDING, STATE, TOLERANCE, Bench, msgpack_ids
 from tests.e2e.predict import Rule, World
+from tests.unit import recipe_tables
 from tools.server_process import Server, Table
 from tools.tiny_models.process import Engine
 from tools.tiny_models.prompts import tokens
@@ -50,6 +51,8 @@ def test_answers_from_the_arena_are_right(bench: Bench) -> None:
         Server(f"test-{os.getpid()}-{bench.family}", chunk_size=size, size_mb=128) as server,
         Engine(bench.family, connector=server.connector()) as engine,
     ):
+        page = recipe_tables.tables().get(bench.family)
+        assert page in (None, recipe_tables.rows(engine.info["groups"])), "docs/recipes differs"
         # Under salts of their own nothing is shared, so the branch, too, is computed.
         cold = engine.generate(prompts, max_tokens=NEW, salt="one", cold=True)
         cold += engine.generate([branch], max_tokens=NEW, salt="another", cold=True)

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from lmcache_shm.cli import probe
+from tests.unit.vllm_connector.resolved import CASES
 from tools.tiny_models import load
 from tools.tiny_models.process import Engine
 
@@ -93,6 +94,27 @@ def test_the_cuda_answer_needs_no_gpu(tmp_path: Any, monkeypatch: pytest.MonkeyP
         4096,
         4096,
     ]  # one head of two
+
+
+@pytest.mark.parametrize(
+    ("name", "block", "layers", "content"),
+    [("glm5", 64, 6, 3 * 73728 + 3 * 8448), ("minimax_m3", 128, 5, 3 * 262144 + 2 * 32768)],
+)
+def test_models_that_no_cpu_can_run_are_resolved_without_a_gpu(
+    name: str, block: int, layers: int, content: int, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sparse attention with its indexer: one group, the index lanes among its layers."""
+    # MiniMax-M3 imports torchvision: the environment has the stand-in for it.
+    for variable, value in load("qwen3_5").environment().items():
+        monkeypatch.setenv(variable, value)
+    model, args = CASES[name]
+    (tmp_path / "config.json").write_text(json.dumps(model))
+
+    facts = probe.resolve(str(tmp_path), ["--skip-tokenizer-init", *args], "cuda:9.0")
+
+    (group,) = facts["groups"]
+    assert (facts["n"], facts["auto_chunk"], facts["refusal"]) == (block, 256, "")
+    assert (len(group["layers"]), group["content_bytes"]) == (layers, content)
 
 
 # What decides N in Qwen3-Next-80B-A3B's published config.json; depth and experts as published, too.

@@ -174,6 +174,22 @@ def test_nothing_stays_pinned(deployed: Deployed) -> None:
     assert deployed.server.check() == []
 
 
+def test_a_reset_with_reset_external_over_http_empties_the_arena(deployed: Deployed) -> None:
+    """After the others: what the runs before it stored is there until then."""
+    assert len(deployed.server.wait_idle().rows()) > 0
+    post(f"{deployed.url}/reset_prefix_cache")
+    assert len(deployed.server.wait_idle().rows()) > 0
+
+    post(f"{deployed.url}/reset_prefix_cache?reset_external=true")
+
+    assert len(deployed.server.wait_idle().rows()) == 0
+
+
+def post(url: str) -> None:
+    with urllib.request.urlopen(urllib.request.Request(url, method="POST"), timeout=30) as reply:
+        assert reply.status == 200
+
+
 def test_a_killed_engine_core_leaves_nothing(deployed: Deployed) -> None:
     """kill -9 of EngineCore in the middle of a store, its API server beside it; the last test on this deployment."""
     deployed.server.clear()

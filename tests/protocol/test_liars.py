@@ -302,3 +302,22 @@ def test_engines_beyond_the_board_s_rows_are_refused(lasting):
         stack.callback(worker.close)
         with pytest.raises(Refused, match="64 engines"):
             worker.call(AttachWorker("one more", 0, 1, 1, [1] * len(GROUPS)), Attached)
+
+
+@pytest.mark.parametrize(
+    ("server", "says"),
+    [
+        (
+            ["--chunk-size", "32"],
+            "the server caches chunks of 32 tokens, this engine wants 16; start the server with --chunk-size 16",
+        ),
+        (
+            ["--no-separate-object-groups"],
+            "the server keeps all layers in one object group, the engine has more",
+        ),
+    ],
+    indirect=["server"],
+)
+def test_an_engine_that_the_servers_options_do_not_fit_is_told_what_to_type(server, says):
+    with pytest.raises(Refused, match=says), engine(server):
+        pass

@@ -205,7 +205,7 @@ FAMILIES: dict[str, Family] = {
 @functools.cache
 def _model() -> str:
     """A directory with the configuration of a tiny llama; only its lengths matter here."""
-    folder = tempfile.mkdtemp(prefix="lmcshm-sched-")
+    folder = tempfile.mkdtemp(prefix=f"lmcshm-test-{os.getpid()}-sched-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return str(load("llama").write(Path(folder)))
 

@@ -48,35 +48,39 @@ def soak(given: argparse.Namespace) -> int:
     began = last = time.monotonic()
     totals: Counter[str] = Counter()
     failures: Counter[str] = Counter()
-    for n in range(given.schedules):
-        seed = given.seed + n
-        drawn = workload.make(seed, given.family)
-        try:
-            outcome = workload.run(drawn, f"test-{os.getpid()}-soak")
-        except Exception as error:  # noqa: BLE001 - an exception out of the engine is a finding, too
-            told = str(error) if isinstance(error, AssertionError) else traceback.format_exc()
-            failures[
-                f"{type(error).__name__} {getattr(error, 'kind', '')} {drawn.setup.family.name}"
-            ] += 1
-            print(f"FAILED {drawn.name}\n{told}\n", flush=True)
-            if not given.keep_going:
-                return 1
-            continue
-        totals["workloads"] += 1
-        for field in fields(outcome):
-            if field.name != "name":
-                totals[field.name] += getattr(outcome, field.name)
-        now = time.monotonic()
-        if n % 50 == 0:
-            gc.collect()  # mappings of arenas that are in reference cycles
-        if now - last > 30:
-            last = now
-            print(f"{n + 1} in {now - began:.0f} s: {dict(totals)}", flush=True)
-        if given.minutes and now - began > 60 * given.minutes:
-            break
-    print(f"{totals['workloads']} workloads in {time.monotonic() - began:.0f} s: {dict(totals)}")
-    for what, times in failures.most_common():
-        print(f"{times} × {what}")
+    try:
+        for n in range(given.schedules):
+            seed = given.seed + n
+            drawn = workload.make(seed, given.family)
+            try:
+                outcome = workload.run(drawn, f"test-{os.getpid()}-soak")
+            except Exception as error:  # noqa: BLE001 - an exception out of the engine is a finding, too
+                told = str(error) if isinstance(error, AssertionError) else traceback.format_exc()
+                failures[
+                    f"{type(error).__name__} {getattr(error, 'kind', '')} {drawn.setup.family.name}"
+                ] += 1
+                print(f"FAILED {drawn.name}\n{told}\n", flush=True)
+                if not given.keep_going:
+                    return 1
+                continue
+            totals["workloads"] += 1
+            for field in fields(outcome):
+                if field.name != "name":
+                    totals[field.name] += getattr(outcome, field.name)
+            now = time.monotonic()
+            if n % 50 == 0:
+                gc.collect()  # mappings of arenas that are in reference cycles
+            if now - last > 30:
+                last = now
+                print(f"{n + 1} in {now - began:.0f} s: {dict(totals)}", flush=True)
+            if given.minutes and now - began > 60 * given.minutes:
+                break
+    finally:  # also when it was told to end
+        print(
+            f"{totals['workloads']} workloads in {time.monotonic() - began:.0f} s: {dict(totals)}"
+        )
+        for what, times in failures.most_common():
+            print(f"{times} × {what}")
     return int(bool(failures))
 
 

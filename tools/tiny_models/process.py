@@ -52,11 +52,13 @@ class Engine:
         engine: dict[str, Any] | None = None,
         env: dict[str, str] | None = None,
         folder: Path | None = None,
+        model: Path | None = None,
         start_s: float = 240.0,
     ) -> None:
         """Start it and wait until it is ready.
 
-        `connector` is a vLLM kv_transfer_config or None; `engine` overrides engine arguments; `env` adds variables.
+        `connector` is a vLLM kv_transfer_config or None; `engine` overrides engine arguments; `env` adds variables;
+        `model` is a folder for the model's own, shared by engines that are to be of one model (else one of its own).
         Raises EngineError with vLLM's reason.
         """
         self._folder = tempfile.TemporaryDirectory(prefix="tiny-models-", dir=folder)
@@ -65,6 +67,7 @@ class Engine:
         if connector is not None:
             args["kv_transfer_config"] = connector
         options = {"family": family, "folder": self._folder.name, "engine": args}
+        options["model"] = str(model or self._folder.name)
         with self.log.open("wb") as log:
             self._process = subprocess.Popen(
                 [python(), "-m", "tools.tiny_models.runner", json.dumps(options)],

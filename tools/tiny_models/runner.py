@@ -31,7 +31,7 @@ class Runner:
         from vllm import LLM
 
         family = load(options["family"])
-        model = family.write(Path(options["folder"]))
+        model = family.write(Path(options.get("model") or options["folder"]))
         args = family.engine_args(**options.get("engine", {}))
         started = time.monotonic()
         self.llm = LLM(model=str(model), **args)

@@ -74,22 +74,16 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
 
 def resolved(model: Path, args: list[str]) -> dict[str, Any]:
     """The KVCacheConfig, and what a worker passes to ``allocate_kv_cache`` with it."""
-    import torch
-    import vllm.model_executor.layers.sparse_attn_indexer as indexer
     from vllm.config import get_layers_from_vllm_config
     from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
     from vllm.platforms import current_platform
     from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
     from vllm.v1.worker.utils import prepare_kernel_block_sizes
-    from vllm.v1.worker.workspace import init_workspace_manager
 
     from lmcache_shm.vllm import resolve
 
-    indexer.has_deep_gemm = lambda: True  # a kernel library; nothing is run
     blocks = ["--num-gpu-blocks-override", str(BLOCKS), "--max-model-len", "512"]
     config = resolve.engine_config(str(model), [*args, *blocks, "--skip-tokenizer-init"])
-    torch.accelerator.empty_cache = lambda: None
-    init_workspace_manager(torch.device("meta"))  # as the model runner does before it loads
     with resolve.process_groups(config):
         module = resolve.instantiate(config, assumed=True)
         current_platform.update_block_size_for_backend(config)
