@@ -52,7 +52,7 @@ ONE = word(1)
 
 
 def room_for(chunks: int) -> int:
-    """Ticks to give to a prefix of `chunks` chunks, so that it may double before it needs others."""
+    """Ticks to give to a prefix of `chunks` chunks: with some to spare, as it may grow; a power of two."""
     return max(1 << (chunks - 1).bit_length(), 8)
 
 
