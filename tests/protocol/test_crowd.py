@@ -137,16 +137,9 @@ def test_a_large_request_holds_up_the_others_only_for_its_own_work(lasting):
 
 
 def test_a_server_out_of_file_descriptors_serves_those_it_has(instance):
-    import resource
-
     limit = 40
-    flags = ["--prefault-threads", "0"]
-    before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, before[1]))
-    try:
-        server = ServerProcess(instance, *flags)
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    few = ["sh", "-c", f'ulimit -n {limit} && exec "$@"', "sh"]
+    server = ServerProcess(instance, "--prefault-threads", "0", wrap=few)
     try:
         with contextlib.ExitStack() as stack:
             first = stack.enter_context(contextlib.closing(server.tool()))
