@@ -13,7 +13,7 @@ from tools.tiny_models.process import Engine
 
 FAMILIES = ["llama", "gemma4_shared", "gpt_oss", "qwen3_5", "falcon_h1", "deepseek_v4"]
 # Twenty seconds each, so not every time.
-LONG = pytest.mark.skipif("LMCACHE_SHM_LONG" not in os.environ, reason="LMCACHE_SHM_LONG=1 runs it")
+LONG = pytest.mark.skipif("LONG_TESTS" not in os.environ, reason="LONG_TESTS=1 runs it")
 MORE = ["gemma3", "gemma3n", "lfm2", "llama4", "deepseek_v3"]
 
 # The real engine's KVCacheConfig, with the keys of lmcache_shm.vllm.model_facts.facts.
