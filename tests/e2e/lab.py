@@ -21,11 +21,12 @@ WINDOW = 64
 
 @dataclass(frozen=True)
 class Bench:
-    """What is particular to a model. chunk: tokens; rules: one per object group."""
+    """What is particular to a model. chunk: tokens; rules: one per object group; length: of its long prompt."""
 
     family: str
     chunk: int
     rules: tuple[Rule, ...]
+    length: int = 600
 
 
 FULL, SLIDING, STATE = Rule("full"), Rule("window", WINDOW), Rule("recurrent")

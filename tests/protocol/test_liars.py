@@ -254,6 +254,25 @@ def test_workers_and_scheduler_must_agree(lasting):
             scheduler.call(registration("odd", 2), Registered)
 
 
+def test_an_engine_whose_workers_are_not_there_yet_is_told_for_whom_it_waits(lasting):
+    with contextlib.ExitStack() as stack:
+        scheduler = Connection.open(lasting.path, Hello(PROTOCOL, "scheduler", "slow"), WAIT_S)
+        stack.callback(scheduler.close)
+        said = [scheduler.call(registration("slow", 3), Registered)]
+        for rank in (1, 0, 2):
+            worker = Connection.open(lasting.path, Hello(PROTOCOL, "worker", "slow"), WAIT_S)
+            stack.callback(worker.close)
+            worker.call(AttachWorker("slow", rank, 3, 1, [REGION] * 2), Attached)
+            said.append(scheduler.call(registration("slow", 3), Registered))
+
+        assert [(reply.ready, reply.message) for reply in said] == [
+            (False, "waiting for rank 0, 1, 2 of 3 to attach"),
+            (False, "waiting for rank 0, 2 of 3 to attach"),
+            (False, "waiting for rank 2 of 3 to attach"),
+            (True, ""),
+        ]
+
+
 def test_ranks_that_hold_the_same_bytes_must_have_the_same_number_of_them(lasting):
     with contextlib.ExitStack() as stack:
         for rank in range(2):

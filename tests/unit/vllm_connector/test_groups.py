@@ -98,3 +98,14 @@ def test_a_group_says_what_it_is() -> None:
         "chunked local attention, span 8192, block 32, 2 layers",
         "recurrent state (mamba2), block 160, 2 layers",
     ]
+
+
+def test_layers_of_different_reach_in_one_group_are_refused() -> None:
+    """vLLM makes no such group today; one rule for both would be wrong for one of them."""
+    spec = uniform(a=full(), b=full())
+    spec.kv_cache_specs["b"] = window(64)
+
+    with pytest.raises(
+        ModelError, match=r"group 0 mixes layers of different reach .*cannot be cached"
+    ):
+        groups_of(spec)
