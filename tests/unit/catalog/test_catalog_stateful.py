@@ -124,7 +124,11 @@ class CatalogMachine(RuleBasedStateMachine):
                 assert row not in self.quarantined
                 assert row not in self.committed.values()
                 self.reserved[row] = owner, client, False
-        if not was_blocked and first == 0 and len(groups) == 1 and rows[0] != EXISTS:
+        # A state is of no use without the chunk of full attention that found no room.
+        useful = space.groups[groups[0]].full or (
+            bytes(prefix.key(0)) not in self.catalog._reserver._refused
+        )
+        if not was_blocked and first == 0 and len(groups) == 1 and useful and rows[0] != EXISTS:
             assert rows[0] >= 0, "the first chunk of a prefix finds room when nothing is held"
         if len(groups) == 1 and space.groups[groups[0]].full and had_place[groups[0]]:
             self._beginning_stayed(space, prefix, groups[0], first, before, gone)
