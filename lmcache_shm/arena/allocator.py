@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 
 import numpy as np
+import numpy.ma  # np.unique would import it at its first call, and must not need a file descriptor then
 
 from lmcache_shm.arena.layout import PAGE, Mask, Numbers, Rows, SlotState, hot_words
 from lmcache_shm.arena.segment import Arena

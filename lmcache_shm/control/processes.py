@@ -24,11 +24,14 @@ def peer_credentials(sock: socket.socket) -> tuple[int, int]:
 
 
 def stat(pid: int) -> tuple[str, int]:
-    """(state letter, start time in clock ticks since boot) from /proc; ("", 0) when there is none."""
+    """(state letter, start time in clock ticks since boot) from /proc; ("", 0) when there is none, ("?", 0)
+    when it cannot be read (no file descriptor): then nothing is known of it."""
     try:
         line = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
-    except OSError:
+    except (FileNotFoundError, ProcessLookupError):
         return "", 0
+    except OSError:
+        return "?", 0
     fields = line.rpartition(")")[2].split()  # the command's name may hold anything
     return fields[0], int(fields[19])
 
@@ -81,6 +84,8 @@ class Process:
         if self.pid <= 0:
             return True
         state, start = stat(self.pid)
+        if state == "?":
+            return True
         # A dead leader ("Z") may have live threads; only the pidfd knows.
         gone = {""} if self._pidfd >= 0 else {"", "Z", "X"}
         return state not in gone and self.start in {0, start}
@@ -92,7 +97,7 @@ class Process:
         """
         if not self.alive():
             return False
-        return self.traceless if self.pid <= 0 else stat(self.pid)[0] not in {"T", "t"}
+        return self.traceless if self.pid <= 0 else stat(self.pid)[0] not in {"T", "t", "?"}
 
     def same(self, other: "Process") -> bool:
         return self.key == other.key

@@ -5,7 +5,6 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.e2e.lab import TOLERANCE
 from tools.server_process import Server
 from tools.tiny_models.process import Engine, Output
 from tools.tiny_models.prompts import tokens
@@ -17,6 +16,9 @@ WIDE = {
     "kv_cache_memory_bytes": 512 << 20,
 }
 LENGTHS = [700, 900, 1100, 650, 1200, 800]
+# This wide model rounds more: after a hit of 384 of 1,100 tokens in vLLM's *own* cache, without a connector, log
+# probabilities differed by 1.9e-4 from a cold run, as the rest is computed in another piece.
+TOLERANCE = 5e-4
 PROMPTS = [tokens(f"small arena {i}", length) for i, length in enumerate(LENGTHS)]
 
 
