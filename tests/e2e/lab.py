@@ -1,5 +1,6 @@
 """One model's bench: outputs of an engine without any connector, a server, and an engine that uses it."""
 
+import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -7,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
+import pytest
 
 from tests import leftovers
 from tests.e2e.predict import Rule, World
@@ -28,6 +30,9 @@ class Bench:
     rules: tuple[Rule, ...]
     length: int = 600
 
+
+LONG = pytest.mark.skipif("LONG_TESTS" not in os.environ, reason="LONG_TESTS=1 runs it")
+"""For what resembles another test closely, and takes long."""
 
 FULL, SLIDING, STATE = Rule("full"), Rule("window", WINDOW), Rule("recurrent")
 BENCHES = {

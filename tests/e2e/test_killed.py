@@ -13,7 +13,7 @@ import pytest
 from lmcache_shm.arena.layout import PAGE, SlotState
 from tests import leftovers
 from tests.e2e.filler import Filler
-from tests.e2e.lab import BENCHES, NEW, TOLERANCE, Lab
+from tests.e2e.lab import BENCHES, LONG, NEW, TOLERANCE, Lab
 from tests.faults import failpoints
 from tests.faults.cluster import until
 from tests.faults.engines import state_of
@@ -40,7 +40,7 @@ def strikes(marks: Path) -> list[str]:
     return [json.loads(line)["at"] for line in marks.read_text().splitlines()]
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen3_5"])
+@pytest.fixture(scope="module", params=[pytest.param("llama", marks=LONG), "qwen3_5"])
 def lab(request: pytest.FixtureRequest, strike_file: Path) -> Iterator[Lab]:
     """A model with full attention only, and one with recurrent layers."""
     os.environ[failpoints.MARKS] = str(strike_file)

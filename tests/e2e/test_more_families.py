@@ -8,7 +8,7 @@ import os
 
 import pytest
 
-from tests.e2e.lab import FULL, NEW, SLIDING, STATE, TOLERANCE, Bench, msgpack_ids
+from tests.e2e.lab import FULL, LONG, NEW, SLIDING, STATE, TOLERANCE, Bench, msgpack_ids
 from tests.e2e.predict import Rule, World
 from tests.unit import recipe_tables
 from tools.server_process import Server, Table
@@ -16,13 +16,15 @@ from tools.tiny_models.process import Engine
 from tools.tiny_models.prompts import tokens
 
 BENCHES = [
-    Bench("qwen3", 96, (FULL,)),
+    pytest.param(Bench("qwen3", 96, (FULL,)), marks=LONG),
     Bench("mistral_sw", 96, (SLIDING,)),
     Bench("gemma2", 96, (FULL, SLIDING)),
     Bench("gemma3n", 128, (FULL, SLIDING)),  # the last layers own no KV
     Bench("gemma4_shared", 128, (FULL, SLIDING)),  # the same
-    Bench("cohere2", 64, (FULL, Rule("window", 65))),  # a window that reaches over two chunks
-    Bench("olmo3", 128, (FULL, SLIDING)),
+    pytest.param(
+        Bench("cohere2", 64, (FULL, Rule("window", 65))), marks=LONG
+    ),  # a window that reaches over two chunks
+    pytest.param(Bench("olmo3", 128, (FULL, SLIDING)), marks=LONG),
     Bench("llama4", 64, (FULL, Rule("chunked", 128))),
     Bench("qwen3_5_moe", 160, (FULL, STATE)),
     Bench("qwen3_next", 320, (FULL, STATE)),
@@ -31,14 +33,13 @@ BENCHES = [
     Bench("zamba2", 96, (FULL, STATE)),
     Bench("jamba", 128, (FULL, STATE)),
     Bench("lfm2", 128, (FULL, STATE)),
-    Bench("lfm2_moe", 256, (FULL, STATE)),
-    Bench("deepseek_v2", 128, (FULL,)),
+    pytest.param(Bench("lfm2_moe", 256, (FULL, STATE)), marks=LONG),
+    pytest.param(Bench("deepseek_v2", 128, (FULL,)), marks=LONG),
     Bench("deepseek_v3", 128, (FULL,)),
     Bench("deepseek_v4", 256, (FULL, Rule("window", 128), Rule("window", 8))),
     # Attention picks among compressed entries from about 2,100 tokens on: the indexer's cache matters, too.
     pytest.param(
-        Bench("deepseek_v4", 256, (FULL, Rule("window", 128), Rule("window", 8)), 2400),
-        marks=pytest.mark.skipif("LONG_TESTS" not in os.environ, reason="LONG_TESTS=1 runs it"),
+        Bench("deepseek_v4", 256, (FULL, Rule("window", 128), Rule("window", 8)), 2400), marks=LONG
     ),
 ]
 

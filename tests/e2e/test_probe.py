@@ -1,20 +1,25 @@
 """probe against what a real engine start has: the same groups, block sizes and page bytes."""
 
 import json
-import os
 from typing import Any
 
 import pytest
 
 from lmcache_shm.cli import probe
+from tests.e2e.lab import LONG
 from tests.unit.vllm_connector.resolved import CASES
 from tools.tiny_models import load
 from tools.tiny_models.process import Engine
 
-FAMILIES = ["llama", "gemma4_shared", "gpt_oss", "qwen3_5", "falcon_h1", "deepseek_v4"]
-# Twenty seconds each, so not every time.
-LONG = pytest.mark.skipif("LONG_TESTS" not in os.environ, reason="LONG_TESTS=1 runs it")
-MORE = ["gemma3", "gemma3n", "lfm2", "llama4", "deepseek_v3"]
+FAMILIES = ["gemma4_shared", "gpt_oss", "qwen3_5", "falcon_h1", "deepseek_v4"]
+MORE = [
+    "llama",
+    "gemma3",
+    "gemma3n",
+    "lfm2",
+    "llama4",
+    "deepseek_v3",
+]  # twenty seconds each, so not every time
 
 # The real engine's KVCacheConfig, with the keys of lmcache_shm.vllm.model_facts.facts.
 REAL = """

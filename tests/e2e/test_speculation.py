@@ -5,7 +5,7 @@ import os
 import numpy as np
 import pytest
 
-from tests.e2e.lab import FULL, NEW, SLIDING, Bench
+from tests.e2e.lab import FULL, LONG, NEW, SLIDING, Bench
 from tests.e2e.predict import World
 from tests.e2e.test_more_families import page_bytes
 from tools.server_process import Server
@@ -15,7 +15,10 @@ from tools.tiny_models.prompts import tokens
 NGRAM = {
     "method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3,
 }  # fmt: skip
-BENCHES = [Bench("llama", 64, (FULL,)), Bench("gemma3", 64, (FULL, SLIDING))]
+BENCHES = [
+    pytest.param(Bench("llama", 64, (FULL,)), marks=LONG),
+    Bench("gemma3", 64, (FULL, SLIDING)),
+]
 ANSWER = (
     150  # tokens: more than two chunks are generated, and each of them in steps that carry drafts
 )
