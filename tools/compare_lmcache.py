@@ -85,10 +85,11 @@ def table(figures: Figures, better: dict[str, dict[str, float]], *memcpy: list[f
             f"{ratio['median']:.1f} × ({ratio['min']:.1f}–{ratio['max']:.1f})" if ratio else ""
         )
         lines.append(f"| {name} | {' | '.join(cells)} |")
-    s = spread(memcpy)
-    lines.append(
-        f"\nmemcpy, one thread, in the same rounds: {s['median']:.1f} GB/s ({s['min']:.1f}–{s['max']:.1f})"
-    )
+    for target, rates in zip(("private memory", "shared memory"), memcpy, strict=True):
+        s = spread(rates)
+        lines.append(
+            f"\nmemcpy into {target}, one thread, in the same rounds: {s['median']:.1f} GB/s ({s['min']:.1f}–{s['max']:.1f})"
+        )
     return "\n".join(lines)
 
 
