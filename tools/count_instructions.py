@@ -22,13 +22,13 @@ import re
 import shutil
 import subprocess
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from tools.hot_paths import TIMES
+from tools.scratch import scratch_folder
 
 BASELINE = Path(__file__).with_name("instruction_counts.json")
 TOLERANCE = 0.05
@@ -47,7 +47,7 @@ def count(names: Sequence[str], timeout_s: float = 600.0) -> dict[str, int]:
     valgrind = shutil.which("valgrind")
     if valgrind is None:
         raise NoCounter("valgrind is not installed (e.g. apt-get install valgrind)")
-    with tempfile.TemporaryDirectory(prefix="lmcshm-count-") as folder:
+    with scratch_folder() as folder:
         command = [
             valgrind, "--tool=callgrind", f"--callgrind-out-file={folder}/out", "--dump-before=*getsid*",
             sys.executable, "-m", "tools.hot_paths", *names,

@@ -12,7 +12,6 @@ import json
 import os
 import signal
 import sys
-import tempfile
 import time
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
@@ -23,6 +22,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
+from tools.scratch import scratch_folder
 from tools.server_process import Server, ServerError
 from tools.tiny_models import FAMILIES
 from tools.tiny_models.process import Engine, EngineError, Output
@@ -177,7 +177,7 @@ def show(
 def run_demo(model: str, size_mb: float, say: Any) -> dict[str, Any]:
     """All of it. Raises EngineError or ServerError; whatever happens, nothing is left."""
     with ExitStack() as stack:
-        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="lmcshm-demo-"))
+        folder = stack.enter_context(scratch_folder())
         os.environ["LMCACHE_SHM_RUNTIME_DIR"] = folder  # a server of its own, apart from any in use
         say(f"starting a server with an arena of {size_mb:g} MiB")
         server = stack.enter_context(Server(f"demo-{os.getpid()}", size_mb=size_mb))

@@ -38,12 +38,8 @@ PARENT_AT = 16
 """Offset of `parent` in a cold row."""
 
 # Parts of the words of a hot row (see hot_words).
-STATE_AND_FLAGS, DROPPED, GROUP_AT, GROUP = (
-    word(0xFFFF),
-    word(FLAG_DROP << 8),
-    word(16),
-    word(0xFFFF),
-)
+STATE_AND_FLAGS, DROPPED = word(0xFFFF), word(FLAG_DROP << 8)
+GROUP_AT, GROUP = word(16), word(0xFFFF)
 KNOWN, NUMBER = word(0xFFFFFFFF), word(0xFFFF0000)  # all but the pins; the group where it stands
 PIN, NAMESPACE = word(1 << 32), word(0xFFFFFFFF << 32)
 NO_CLIENT = word(0xFFFF)

@@ -1,8 +1,6 @@
 """Another engine, as far as the server can see: it takes all the room there is and writes its own bytes there."""
 
 import contextlib
-from types import TracebackType
-from typing import Self
 
 import numpy as np
 
@@ -29,7 +27,7 @@ DESCRIPTOR = b'{"model": "filler"}'
 
 
 class Filler:
-    """A context manager; its slots stay in the arena."""
+    """Its slots stay in the arena when it is closed."""
 
     def __init__(self, server: Server, chunk: int, region: int) -> None:
         """`chunk`: tokens that the server takes; `region`: bytes of one chunk's pages."""
@@ -49,7 +47,7 @@ class Filler:
             self._scheduler = scheduler
             self._arena = attach(server.instance, writable_data=True)
             undo.callback(self._arena.close)
-            self._undo = undo.pop_all()
+            self.close = undo.pop_all().close
 
     def fill(self, rows: list[int]) -> list[int]:
         """Store several times what the arena holds; those of `rows` that nobody has taken all the same."""
@@ -70,14 +68,3 @@ class Filler:
 
     def _step(self, *reserve: object, **fields: object) -> bytes:
         return self._scheduler.call(Step(*reserve, **fields), Stepped, WAIT_S).rows  # type: ignore[arg-type]
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._undo.close()

@@ -5,7 +5,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
@@ -153,7 +153,7 @@ def test_slots_that_are_being_loaded_stay_while_all_others_are_evicted(
     lab.run("long", "other prefix")
     table = lab.settle()
     everything = table.rows().tolist()
-    with stopped_load(lab, marks) as answer, filler_of(lab) as filler:
+    with stopped_load(lab, marks) as answer, closing(filler_of(lab)) as filler:
         pinned = {row for row in everything if table.hot["pins"][row]}
         kept = set(filler.fill(everything))
         assert set() < pinned <= kept < set(everything)
@@ -178,7 +178,7 @@ def test_a_load_whose_pins_died_with_the_server_is_computed_when_its_slots_were_
             lab.server.kill()
             lab.server.start()
             leftovers.shared_processes.add(lab.server.pid)
-            with filler_of(lab) as filler:
+            with closing(filler_of(lab)) as filler:
                 assert filler.fill(everything) == []
     finally:
         if not protected:

@@ -73,7 +73,7 @@ def config(extra: dict[str, object]) -> str:
 
 @pytest.fixture
 def place(instance: str) -> Iterator[Place]:
-    folder = Path(tempfile.mkdtemp(prefix="lmcshm-mis-"))
+    folder = Path(tempfile.mkdtemp(prefix=f"lmcshm-test-{os.getpid()}-"))
     with contextlib.ExitStack() as undo:
         undo.callback(shutil.rmtree, folder, ignore_errors=True)
         yield Place(instance, folder, undo)
