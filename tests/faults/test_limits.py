@@ -38,6 +38,18 @@ def python(program: str, *arguments: str, **options: object) -> subprocess.Compl
     )  # type: ignore[call-overload,no-any-return]  # fmt: skip
 
 
+def python_in_dev_shm(
+    megabytes: int, program: str, *arguments: str
+) -> subprocess.CompletedProcess[str]:
+    """Run it with a /dev/shm of that size, which nobody else sees."""
+    mount = f"mount -t tmpfs -o size={megabytes}m tmpfs /dev/shm || exit 77"
+    shell = ["sh", "-c", f'{mount}; exec "$@"', "sh"]
+    found = python(program, *arguments, before=["unshare", "-m", *shell])
+    if found.returncode == 77:
+        pytest.skip("mount is not allowed here")
+    return found
+
+
 @as_root
 def test_another_user_can_neither_map_the_arena_nor_connect(instance: str) -> None:
     """The second time even the runtime directory and the socket are open to all: the peer's uid is checked."""
@@ -97,9 +109,7 @@ def test_another_user_can_neither_map_the_arena_nor_connect(instance: str) -> No
 def test_a_dev_shm_that_others_fill_later_costs_nothing(instance: str) -> None:
     """The arena was reserved at the start: with /dev/shm full, every byte of it can be written."""
     program = """
-        import os, subprocess, sys
-        if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=80m", "tmpfs", "/dev/shm"]).returncode:
-            sys.exit(77)
+        import sys
         from tests.faults.cluster import Cluster
         with Cluster(sys.argv[1]) as cluster:
             cluster.start_server()
@@ -121,9 +131,7 @@ def test_a_dev_shm_that_others_fill_later_costs_nothing(instance: str) -> None:
             assert engine.ask(wait_up=20.0)["up"]
             print(cluster.prove()["wrong"])
     """
-    found = python(program, instance, before=["unshare", "-m"])
-    if found.returncode == 77:
-        pytest.skip("mount is not allowed here")
+    found = python_in_dev_shm(80, program, instance)
     assert found.returncode == 0, found.stderr
     said = [line for line in found.stdout.splitlines() if line]
     assert said == ["No space left on device", "200", "True", "0"]
@@ -138,10 +146,8 @@ def test_a_dev_shm_that_others_fill_while_the_rest_is_reserved(instance: str) ->
     room again, its successor adopts the chunks and gets the rest.
     """
     program = """
-        import os, subprocess, sys
+        import os, sys
         from pathlib import Path
-        if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=80m", "tmpfs", "/dev/shm"]).returncode:
-            sys.exit(77)
         from lmcache_shm.cli.admin import _status_lines
         from tests.faults import cluster as module, held
         from tests.faults.cluster import Cluster, until
@@ -182,9 +188,7 @@ def test_a_dev_shm_that_others_fill_while_the_rest_is_reserved(instance: str) ->
             assert engine.ask(wait_up=20.0)["up"]
             print(cluster.prove()["wrong"])
     """
-    found = python(program, instance, before=["unshare", "-m"])
-    if found.returncode == 77:
-        pytest.skip("mount is not allowed here")
+    found = python_in_dev_shm(80, program, instance)
     assert found.returncode == 0, found.stderr
     assert [line for line in found.stdout.splitlines() if line] == [
         "16 True",
@@ -236,16 +240,12 @@ def test_a_server_that_ends_before_all_is_reserved(
 @pytest.mark.usefixtures("private_mounts")
 def test_a_dev_shm_that_is_too_small_is_one_line_with_the_remedy(instance: str) -> None:
     program = """
-        import subprocess, sys
-        if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=32m", "tmpfs", "/dev/shm"]).returncode:
-            sys.exit(77)
+        import sys
         sys.argv = ["lmcache-shm", "server", "--instance", sys.argv[1], "--l1-size-gb", "0.0625"]
         from lmcache_shm.cli.app import main
         main()
     """
-    found = python(program, instance, before=["unshare", "-m"])
-    if found.returncode == 77:
-        pytest.skip("mount is not allowed here")
+    found = python_in_dev_shm(32, program, instance)
     assert found.returncode not in {0, -7}  # -7: SIGBUS
     (line,) = found.stderr.splitlines()
     assert "--shm-size" in line
