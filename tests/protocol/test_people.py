@@ -174,7 +174,7 @@ def test_top_in_a_terminal_draws_reacts_and_restores(server: ServerProcess):
         screen.clear()
         fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 30, 140, 0, 0))
         os.kill(process.pid, signal.SIGWINCH)
-        until(lambda: shows("─  ── "), "two columns after a resize")
+        until(lambda: shows("─  ── misses"), "two columns after a resize")
         os.write(ours, b"q")
         assert process.wait(10) == 0
         assert termios.tcgetattr(theirs) == before
