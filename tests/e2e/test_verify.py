@@ -21,6 +21,7 @@ import pytest
 from lmcache_shm.arena.layout import SlotState
 from lmcache_shm.cli import app, verify, verify_api
 from tests.faults.cluster import until
+from tests.faults.engines import state_of
 from tools.server_process import Server
 from tools.tiny_models import load
 from tools.tiny_models.prompts import tokens
@@ -194,19 +195,31 @@ def test_a_killed_engine_core_leaves_nothing(deployed: Deployed) -> None:
     """kill -9 of EngineCore in the middle of a store, its API server beside it; the last test on this deployment."""
     deployed.server.clear()
     core = deployed.server.status()["clients"][0]["workers"][0]["pid"]
-    prompt = json.dumps({"prompt": tokens("killed", 8 * N), "max_tokens": 1}).encode()
-    request = urllib.request.Request(
-        f"{deployed.url}/v1/completions", prompt, {"Content-Type": "application/json"}
-    )
     table = deployed.server.table()
     with ThreadPoolExecutor(1) as pool:
-        answer = pool.submit(served, request)
-        until(lambda: len(table.rows(state=SlotState.RESERVED)), "a store is under way")
+        for attempt in range(30):
+            answer = pool.submit(
+                served, completion(deployed.url, tokens(f"killed {attempt}", 8 * N))
+            )
+            until(lambda: len(table.rows(state=SlotState.RESERVED)), "a store is under way")
+            os.kill(core, signal.SIGSTOP)
+            until(lambda: state_of(core) == "T", "it is stopped")
+            if len(table.rows(state=SlotState.RESERVED)):
+                break  # in the middle of the store, surely
+            os.kill(core, signal.SIGCONT)
+            assert answer.result()
         os.kill(core, signal.SIGKILL)
         assert not answer.result()
     until(lambda: not any(c["connected"] for c in deployed.server.status()["clients"]), "it left")
     until(lambda: not len(table.rows(state=SlotState.QUARANTINED)), "quarantine ends")
     test_nothing_stays_pinned(deployed)
+
+
+def completion(url: str, prompt: list[int]) -> urllib.request.Request:
+    asked = json.dumps({"prompt": prompt, "max_tokens": 1}).encode()
+    return urllib.request.Request(
+        f"{url}/v1/completions", asked, {"Content-Type": "application/json"}
+    )
 
 
 def served(request: urllib.request.Request) -> bool:
