@@ -63,12 +63,13 @@ def processes_of(run: str) -> dict[int, str]:
 
 
 def segments() -> set[str]:
-    """Names in /dev/shm that could be ours: the project's, minus those of other live test runs."""
+    """Names in /dev/shm that could be ours: the project's and those that vLLM's ranks share, minus those of other
+    live test runs."""
     names = set()
     for entry in SHM.iterdir():
         match = SEGMENT.match(entry.name)
         foreign = match and int(match[1]) != os.getpid() and start_time(int(match[1]))
-        if entry.name.startswith("lmcache_shm") and not foreign:
+        if entry.name.startswith(("lmcache_shm", "vllm_dist_", "psm_")) and not foreign:
             names.add(entry.name)
     return names
 

@@ -187,14 +187,18 @@ class Engine:
         self.close(ask=error is None)
 
 
+BETWEEN_RANKS = ("/dev/shm/vllm_dist_", "/dev/shm/psm_")
+
+
 def _collective_segments(session: int) -> set[Path]:
-    """Shared memory of vLLM's CPU collectives (tensor parallelism) in that session: vLLM leaves it behind."""
+    """Shared memory between vLLM's ranks in that session: its CPU collectives leave theirs behind, and a killed
+    engine its message queues, too."""
     found = set()
     for entry in Path("/proc").iterdir():
         try:
             if entry.name.isdigit() and os.getsid(int(entry.name)) == session:
                 maps = (entry / "maps").read_text().split()
-                found.update(Path(word) for word in maps if word.startswith("/dev/shm/vllm_dist_"))
+                found.update(Path(word) for word in maps if word.startswith(BETWEEN_RANKS))
         except OSError:
             continue
     return found
