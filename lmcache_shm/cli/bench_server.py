@@ -139,6 +139,14 @@ class BenchEngine:
         keys.extend(token_ids)
         return keys
 
+    def wait_for_memory(self) -> None:
+        """Until the server has prefaulted its arena: it does so behind serving, on the same cores."""
+        give_up = time.monotonic() + CALL_S
+        while self.arena.live["prefaulted"] < self.arena.data_bytes:
+            if time.monotonic() > give_up:
+                raise RuntimeError("the server does not come to an end with prefaulting")
+            time.sleep(0.01)
+
     def reserve(self, keys: ChunkKeys, groups: Sequence[int], first: int, end: int) -> Rows:
         """Slots for chunks [first, end) of every group, chunk by chunk; negative where there is none."""
         answer = self.scheduler.call(

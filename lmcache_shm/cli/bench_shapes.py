@@ -107,6 +107,10 @@ def page_sweep() -> list[Shape]:
     return dense + [Shape(name, 256, (group,)) for name, group in orders.items()]
 
 
+TORCH_OFFSET = 64
+"""Where torch's large tensors begin on a memory page: some processors copy slower where the two sides differ in it."""
+
+
 class KvMemory:
     """Memory for ``slots`` slots' worth of scattered blocks of one group (twice as many blocks exist)."""
 
@@ -116,7 +120,8 @@ class KvMemory:
         self.num_blocks = 2 * slots * self.pages
         stride = group.page_stride or group.page_bytes
         self.nbytes = group.layers * self.num_blocks * stride
-        self.memory = np.frombuffer(mmap.mmap(-1, self.nbytes, mmap.MAP_PRIVATE), dtype=np.uint8)
+        mapped = mmap.mmap(-1, self.nbytes + TORCH_OFFSET, mmap.MAP_PRIVATE)
+        self.memory = np.frombuffer(mapped, dtype=np.uint8)[TORCH_OFFSET:]
         self.memory[:] = 1
         part = Part(
             group_pages(self._tensors(stride), self.num_blocks),

@@ -4,6 +4,10 @@ Measured (see docs/performance.md): ``take`` and fancy assignment on a flat view
 page* run at the speed of a memcpy loop in C, and one call serves all layers. Neighbouring block ids
 are better copied as strided blocks, and so is everything with gaps between pages, because ``take``
 would first make a contiguous copy of its source.
+
+Large pages go block by block, all layers at once, through ``positive``, numpy's identity: its loop moves
+whole vector registers. memcpy, which is what an assignment ends in, takes ``rep movsb`` for such sizes with
+the C libraries in use today, and on some AMD processors that is the slower the larger the memory pages are.
 """
 
 import ctypes
@@ -16,9 +20,15 @@ from lmcache_shm.transfer.bundles import Bundle, Ids, consecutive, count_runs
 
 Bytes = npt.NDArray[np.uint8]
 
-BATCH_PAGES = 256
+BATCH_PAGES = 512
+"""At a time, at least. numpy's fancy assignment lets other threads run only from 501 elements on."""
 LOOK_AHEAD_BYTES = 64 << 10
 """Pages up to this size are touched ahead of the copy, a batch at a time; it is worth 15-20 % at 8 KiB."""
+
+VECTOR_BYTES = 64 << 10
+"""Pages from this size on are copied in vector registers; below, setting up each loop costs more."""
+VECTOR_BLOCK_BYTES = 256 << 10
+"""The least that one block must have in all lanes for a call of its own, where block ids are scattered."""
 
 PAGES_PER_RUN = 4
 """Scattered dense pages go through ``take`` unless runs of neighbours are at least this long."""
@@ -55,25 +65,41 @@ class BundleCopier:
 
     def store(self, region: int, first: int, ids: Ids) -> int:
         """Blocks ``ids`` → stored pages ``first…`` of the region at arena offset ``region``; bytes moved."""
-        if self._flat is not None and is_scattered(ids):
+        flat = self._by_page(ids)
+        if flat is not None:
             for out, index in self._page_rows(region, first, ids):
                 self._look_ahead(index)
-                self._flat.take(index, axis=0, out=out, mode="clip")
+                flat.take(index, axis=0, out=out, mode="clip")
         else:
             for at, block, count in consecutive(ids):
-                self._slot(region, first + at, count)[...] = self._blocks(block, count)
+                self._move(self._blocks(block, count), self._slot(region, first + at, count))
         return self.bundle.lanes * len(ids) * self.bundle.nbytes
 
     def load(self, region: int, first: int, ids: Ids) -> int:
         """Stored pages ``first…`` of the region at arena offset ``region`` → blocks ``ids``; bytes moved."""
-        if self._flat is not None and is_scattered(ids):
+        # Where they are too few for numpy to let others run, large pages must not hold those up.
+        flat = self._by_page(ids, few=self.bundle.lanes * len(ids) < BATCH_PAGES)
+        if flat is not None:
             for source, index in self._page_rows(region, first, ids):
                 self._look_ahead(index)
-                self._flat[index] = source
+                flat[index] = source
         else:
             for at, block, count in consecutive(ids):
-                self._blocks(block, count)[...] = self._slot(region, first + at, count)
+                self._move(self._slot(region, first + at, count), self._blocks(block, count))
         return self.bundle.lanes * len(ids) * self.bundle.nbytes
+
+    def _by_page(self, ids: Ids, *, few: bool = False) -> npt.NDArray[np.void] | None:
+        """The pages by number, if these blocks are best copied page by page in a single call."""
+        b = self.bundle
+        large = VECTOR_BYTES // 2 if few else VECTOR_BYTES
+        vectors = b.nbytes >= large and b.lanes * b.nbytes >= VECTOR_BLOCK_BYTES
+        return self._flat if is_scattered(ids) and not vectors else None
+
+    def _move(self, source: Bytes, target: Bytes) -> None:
+        if self.bundle.nbytes >= VECTOR_BYTES // 2:
+            np.positive(source, out=target)
+        else:
+            target[...] = source
 
     def _look_ahead(self, index: Ids) -> None:
         """Touch one byte of every page that is copied next.
@@ -95,8 +121,10 @@ class BundleCopier:
             # The slot side is whole: lanes follow each other without a gap.
             rows = self._arena[start : start + b.lanes * b.segment_spacing].view(self._page)
             flat = index.ravel()
-            for at in range(0, len(flat), BATCH_PAGES):
-                yield rows[at : at + BATCH_PAGES], flat[at : at + BATCH_PAGES]
+            parts = max(1, len(flat) // BATCH_PAGES)
+            for part in range(parts):
+                at, end = part * len(flat) // parts, (part + 1) * len(flat) // parts
+                yield rows[at:end], flat[at:end]
             return
         start += first * b.nbytes
         size = len(ids) * b.nbytes

@@ -66,7 +66,9 @@ def deployed() -> Iterator[Deployed]:
         Server(f"test-{os.getpid()}-verify", size_mb=256) as server,
     ):
         log = Path(folder) / "vllm.log"
-        env = load(FAMILY).environment(VLLM_SERVER_DEV_MODE="1", TINY_MODELS_FOLDER=folder)
+        env = load(FAMILY).environment(
+            VLLM_SERVER_DEV_MODE="1", TINY_MODELS_FOLDER=folder, VLLM_RPC_BASE_PATH=folder
+        )
         command = [
             sys.executable, "-m", "tools.tiny_models.serve", FAMILY, "--port", str(port),
             "--host", "127.0.0.1", "--max-num-batched-tokens", str(2 * N - 1),

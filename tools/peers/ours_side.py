@@ -5,6 +5,8 @@ confirmation, the copies by one thread, and the commit after which the next look
 """
 
 import gc
+import math
+import mmap
 import os
 import tempfile
 import time
@@ -16,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lmcache_shm.catalog.keys import ChunkKeys, seed
+from lmcache_shm.cli.bench_shapes import TORCH_OFFSET
 from lmcache_shm.config import connector_config
 from lmcache_shm.control.client import CacheClient, WorkerClient
 from lmcache_shm.control.messages import GroupInfo, HelloReply, Register, Reserve
@@ -36,16 +39,27 @@ class Stored:
     chunk: int
 
 
+def like_a_tensor(shape: tuple[int, ...]) -> Int16:
+    """Ones in memory like that of a large torch tensor: small memory pages, and where in one it begins.
+
+    numpy asks for huge pages, which torch does not; the other sides have tensors.
+    """
+    nbytes = 2 * math.prod(shape)
+    mapped = mmap.mmap(-1, nbytes + TORCH_OFFSET, mmap.MAP_PRIVATE)
+    memory = np.frombuffer(mapped, dtype=np.uint8)
+    array = memory[TORCH_OFFSET:].view(np.int16).reshape(shape)
+    array[:] = 1
+    return array
+
+
 class Cache:
     """One model's KV arrays, registered with the server as an engine of one worker."""
 
     def __init__(self, server: Server, shape: Shape, model: str) -> None:
         self.shape, self.descriptor = shape, f'{{"model":"{model}"}}'.encode()
         blocks = shape.tokens // shape.block
-        self.arrays = [
-            np.ones((blocks, shape.heads, shape.block, 2 * shape.head_size), dtype=np.int16)
-            for _ in range(shape.layers)
-        ]
+        page = (blocks, shape.heads, shape.block, 2 * shape.head_size)
+        self.arrays = [like_a_tensor(page) for _ in range(shape.layers)]
         tensors = [
             RawTensor(a.ctypes.data, a.shape, tuple(s // 2 for s in a.strides), 2, a.ctypes.data)
             for a in self.arrays

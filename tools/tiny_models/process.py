@@ -68,13 +68,16 @@ class Engine:
             args["kv_transfer_config"] = connector
         options = {"family": family, "folder": self._folder.name, "engine": args}
         options["model"] = str(model or self._folder.name)
+        variables = {
+            "VLLM_RPC_BASE_PATH": self._folder.name
+        }  # sockets that vLLM itself leaves behind
         with self.log.open("wb") as log:
             self._process = subprocess.Popen(
                 [python(), "-m", "tools.tiny_models.runner", json.dumps(options)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
-                env=load(family).environment(**(env or {})),
+                env=load(family).environment(**variables, **(env or {})),
                 start_new_session=True,  # its helpers are ended with it, and Ctrl-C reaches only the caller
             )
         self._pending = b""

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from lmcache_shm.arena.layout import SlotState
-from lmcache_shm.transfer import cpu
+from lmcache_shm.transfer import cpu, strided
 from lmcache_shm.transfer.cpu import CpuEngine
 from lmcache_shm.transfer.engine import (
     REASON_ARENA,
@@ -39,6 +39,17 @@ def bench():
         one.engine.close()
 
 
+@pytest.fixture(params=["as small pages", "as large pages"])
+def sizes(request, monkeypatch):
+    """The pages of these worlds are small; large ones go block by block in vector registers."""
+    if request.param == "as large pages":
+        monkeypatch.setattr(strided, "VECTOR_BYTES", 1)
+        monkeypatch.setattr(strided, "VECTOR_BLOCK_BYTES", 1)
+    else:
+        monkeypatch.setattr(strided, "BATCH_PAGES", 3)  # several batches, and a rest
+
+
+@pytest.mark.usefixtures("sizes")
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("make", WORLDS, ids=lambda make: make.__name__)
 def test_store_wipe_load_restores_exactly_the_content_bytes(make, threads, bench):
@@ -50,6 +61,7 @@ def test_store_wipe_load_restores_exactly_the_content_bytes(make, threads, bench
         assert b.round_trip(group, b.world.scattered_blocks(pages), b.world.scattered_blocks(pages))
 
 
+@pytest.mark.usefixtures("sizes")
 @pytest.mark.parametrize("make", WORLDS, ids=lambda make: make.__name__)
 def test_neighbouring_blocks_take_the_same_bytes(make, bench):
     """Runs of neighbours are copied another way; the result is the same."""
@@ -61,6 +73,7 @@ def test_neighbouring_blocks_take_the_same_bytes(make, bench):
         assert b.round_trip(group, b.world.scattered_blocks(pages), np.arange(2, 2 + pages))
 
 
+@pytest.mark.usefixtures("sizes")
 @pytest.mark.parametrize("make", WORLDS, ids=lambda make: make.__name__)
 def test_part_of_a_slot_can_be_moved(make, bench):
     """A load that starts in the middle of a chunk (the engine holds the first pages already)."""
@@ -74,6 +87,7 @@ def test_part_of_a_slot_can_be_moved(make, bench):
             assert b.round_trip(group, blocks, b.world.scattered_blocks(count), first)
 
 
+@pytest.mark.usefixtures("sizes")
 @pytest.mark.parametrize("make", WORLDS, ids=lambda make: make.__name__)
 def test_only_the_region_of_the_slot_is_written(make, bench):
     """Neighbouring slots and ranks keep their bytes; so does what a partial store leaves out."""
