@@ -18,7 +18,7 @@ from tools.tiny_models.prompts import tokens
 BENCHES = [
     pytest.param(Bench("qwen3", 96, (FULL,)), marks=LONG),
     Bench("mistral_sw", 96, (SLIDING,)),
-    Bench("gemma2", 96, (FULL, SLIDING)),
+    pytest.param(Bench("gemma2", 96, (FULL, SLIDING)), marks=LONG),
     Bench("gemma3n", 128, (FULL, SLIDING)),  # the last layers own no KV
     Bench("gemma4_shared", 128, (FULL, SLIDING)),  # the same
     pytest.param(
@@ -26,9 +26,9 @@ BENCHES = [
     ),  # a window that reaches over two chunks
     pytest.param(Bench("olmo3", 128, (FULL, SLIDING)), marks=LONG),
     Bench("llama4", 64, (FULL, Rule("chunked", 128))),
-    Bench("qwen3_5_moe", 160, (FULL, STATE)),
+    pytest.param(Bench("qwen3_5_moe", 160, (FULL, STATE)), marks=LONG),
     Bench("qwen3_next", 320, (FULL, STATE)),
-    Bench("granite_hybrid", 96, (FULL, STATE)),
+    pytest.param(Bench("granite_hybrid", 96, (FULL, STATE)), marks=LONG),
     Bench("nemotron_h", 192, (FULL, STATE)),
     Bench("zamba2", 96, (FULL, STATE)),
     Bench("jamba", 128, (FULL, STATE)),

@@ -7,7 +7,7 @@ import os
 
 import pytest
 
-from tests.e2e.lab import FULL, NEW, SLIDING, STATE, TOLERANCE, Bench
+from tests.e2e.lab import FULL, LONG, NEW, SLIDING, STATE, TOLERANCE, Bench
 from tests.e2e.predict import World
 from tests.e2e.test_more_families import page_bytes
 from tools.server_process import Server, Table
@@ -15,7 +15,7 @@ from tools.tiny_models.process import Engine, Output
 from tools.tiny_models.prompts import tokens
 
 BENCHES = [
-    Bench("gemma3", 128, (FULL, SLIDING)),
+    pytest.param(Bench("gemma3", 128, (FULL, SLIDING)), marks=LONG),
     Bench("qwen3_5", 320, (FULL, STATE)),
     Bench("deepseek_v3", 128, (FULL,)),  # MLA: both ranks hold the same
 ]

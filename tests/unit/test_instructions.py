@@ -32,6 +32,7 @@ def slow_step() -> Iterator[Action]:
         Index.find = find  # type: ignore[method-assign]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("valgrind") is None, reason="valgrind is not installed")
 @pytest.mark.timeout(300)  # of 10 s of a CPU
 def test_a_slowdown_changes_the_count() -> None:

@@ -134,6 +134,7 @@ def test_what_cannot_be_measured_is_said_in_one_line(arguments):
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 def test_gpu_check_runs_on_the_simulated_device(tmp_path):
     """The program that proves the CUDA path is itself proved: bytes and races of one layout."""
     out = tmp_path / "result.json"
@@ -180,6 +181,7 @@ sys.exit(gpu_check.main())
 """
 
 
+@pytest.mark.slow
 def test_gpu_check_notices_an_engine_that_ignores_events():
     """Negative control: without the wait, stores read too early and loads write too early."""
     done = subprocess.run(

@@ -39,6 +39,9 @@ _CONTENT: dict[tuple[str, int, int], np.ndarray] = {}  # the oracle's answers, o
 SLOTS = 3  # of the arena; the middle ones are used, the last stays as it is
 
 
+pytestmark = pytest.mark.slow  # vLLM builds every model
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """All cases, resolved by vLLM in one process of their own."""
