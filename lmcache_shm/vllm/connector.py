@@ -149,6 +149,9 @@ class LMCacheShmConnector(KVConnectorBase_V1, SupportsHMA):
             self.worker.start_stores(meta)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        meta = self._connector_metadata
+        if isinstance(meta, StepMetadata) and meta.waiting:
+            self.worker.rest()
         received, failed = self.worker.results()
         return KVConnectorTransferResults(finished_recving=received, failed_recving=failed)
 

@@ -25,6 +25,9 @@ class Loading:
     def __contains__(self, req_id: str) -> bool:
         return req_id in self._underway
 
+    def __len__(self) -> int:
+        return len(self._underway)
+
     @property
     def cancelling(self) -> bool:
         """Whether workers have yet to be told that a load must not be used."""

@@ -69,6 +69,8 @@ class StepMetadata(KVConnectorMetadata):
     cancelled: list[int] = field(default_factory=list)
     """Loads whose bytes must not be used any more."""
     places: dict[bytes, Place] = field(default_factory=dict)
+    waiting: bool = False
+    """Nothing is computed in this step, and nothing can be before a load has ended."""
 
 
 @dataclass

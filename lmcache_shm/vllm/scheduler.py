@@ -178,6 +178,8 @@ class SchedulerSide:
         """Plan this step's stores, settle what has ended, one round trip if anything is to be said."""
         meta = StepMetadata()
         self._loading.tell(meta)
+        everybody = len(self._loading) == len(self._requests) > 0
+        meta.waiting = everybody and not output.num_scheduled_tokens
         with self.survives("planning stores"):  # the loads go on their way in any case
             self._follow(output)
             epoch = self._current()

@@ -35,6 +35,8 @@ from lmcache_shm.vllm.stats import Counts
 log = logging.getLogger("lmcache_shm")
 
 PUBLISH_S = 0.002
+REST_S = 0.002
+"""How long a request that arrives meanwhile may have to wait for it."""
 DRAIN_S = 5.0
 """At the end, stores that are underway get this long."""
 QUIET_S = 30.0
@@ -208,6 +210,15 @@ class WorkerSide:
         )
 
     # ------------------------------------------------------------------------------------ results
+    def rest(self) -> None:
+        """In a step that computes nothing: let the copy threads have the interpreter for a moment.
+
+        vLLM would come back at once, again and again, and each time they are between two copies they would
+        have to wait for it (up to 5 ms, the interpreter's switch interval).
+        """
+        for mount in list(self._mounts.values()):
+            mount.engine.drain(REST_S)
+
     def results(self) -> tuple[set[str], set[str]]:
         """Requests whose loads have ended since the last call, and those of them that failed."""
         self.publish()

@@ -1,5 +1,6 @@
 """A server, a scheduler side and a worker side with real tensors, without an engine in between."""
 
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,6 +16,8 @@ from vllm.v1.core.block_pool import BlockPool
 
 from lmcache_shm.config import connector_config
 from lmcache_shm.transfer.engine import JobResult
+from lmcache_shm.transfer.strided import BundleCopier
+from lmcache_shm.vllm import worker
 from lmcache_shm.vllm.groups import ModelError
 from lmcache_shm.vllm.metadata import StepMetadata
 from lmcache_shm.vllm.scheduler import SchedulerSide
@@ -200,6 +203,29 @@ def test_a_slot_that_changes_hands_fails_the_load(instance: str) -> None:
 
         assert pair.received() == ({"b"}, {"b"})
         assert pair.worker.counts.total["loads_failed.generation"] == 1
+
+
+def test_a_rest_ends_with_the_load_or_after_a_moment(
+    instance: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go, copy = threading.Event(), BundleCopier.load
+    with served(instance, full()) as (_, pair):
+        pair.store("a")
+        monkeypatch.setattr(BundleCopier, "load", lambda *args: go.wait(10) and copy(*args))
+        request = pair.request("b")
+        assert pair.side.matched_tokens(request, 0) == (256, True)
+        pair.side.allocated(request, pair.tables["b"], 256)
+        pair.step()
+
+        pair.worker.rest()
+        assert pair.worker.results() == (set(), set())
+
+        monkeypatch.setattr(worker, "REST_S", 10)
+        timer = threading.Timer(0.05, go.set)
+        timer.start()
+        pair.worker.rest()
+        assert pair.worker.results() == ({"b"}, set())
+        timer.join()
 
 
 def test_a_cancelled_load_fails_however_it_ends(instance: str) -> None:

@@ -459,6 +459,29 @@ def test_a_load_names_rows_generations_and_blocks() -> None:
         ]
 
 
+def test_a_step_says_so_where_nothing_can_go_on_before_a_load_has_ended() -> None:
+    """Only then the workers may rest: nobody is kept waiting by it."""
+    with rig_of(full(32)) as rig:
+        stored = rig.request("a", PROMPT)
+        rig.store(stored)
+        assert not rig.step({}).waiting
+        rig.side.request_finished(stored)
+        assert not rig.step({}).waiting  # without any request
+        request = rig.request("b", PROMPT)
+        rig.side.matched_tokens(request, 0)
+        rig.side.allocated(request, rig.give_blocks(request, 256), 256)
+
+        assert rig.step({}).waiting
+        another = rig.request("c", PROMPT[::-1])
+        assert not rig.step({}).waiting
+        assert not rig.prefill(another).waiting
+        rig.side.request_finished(another)
+        assert rig.step({}).waiting
+
+        rig.side.output(finished("b"))
+        assert not rig.step({}).waiting
+
+
 def test_pins_last_until_the_workers_have_reported() -> None:
     with rig_of(full(32)) as rig:
         rig.store(rig.request("a", PROMPT))
