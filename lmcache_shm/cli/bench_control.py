@@ -83,6 +83,17 @@ def laps(action: Callable[[], object], times: int) -> list[float]:
     return found
 
 
+def longest_pause(seconds: float = 1.0) -> float:
+    """Milliseconds in which this process could not run at all: what no p99 below can be better than."""
+    end = (last := time.perf_counter()) + seconds
+    longest = 0.0
+    while last < end:
+        now = time.perf_counter()
+        longest = max(longest, now - last)
+        last = now
+    return longest / 1e-3
+
+
 def quantiles(seconds: list[float], unit: float) -> tuple[float, float]:
     """p50 and p99 in units of ``unit`` seconds."""
     ordered = sorted(seconds)
@@ -129,7 +140,10 @@ def run(rounds: int, step: Callable[[str], None]) -> list[Row]:
 
         laps(bounce, 500)
         echo = statistics.median(laps(bounce, 200 * rounds)) / 1e-6
-    rows = [row("bare Unix-socket echo", echo, "µs")]
+    rows = [
+        row("bare Unix-socket echo", echo, "µs"),
+        row("longest pause of a loop that does nothing, in one second", longest_pause(), "ms"),
+    ]
     with private_server(1.0, CHUNK) as server:
         rows.append(row("start to ready, 1 GiB arena", server.ready_s, "s", 1.0))
         engine = BenchEngine(server, GROUPS, REGION_BYTES, CHUNK)
