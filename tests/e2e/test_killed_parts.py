@@ -120,8 +120,6 @@ def struck(house: House, copy: str, do: str, names: Iterable[str]) -> Iterator[i
     with ThreadPoolExecutor(len(PROMPTS)) as pool:
         requests = [pool.submit(house.current.complete, PROMPTS[name], NEW) for name in names]
         until(house.marks.read_text, f"rank 1 is in the middle of a {copy}")
-        table = house.server.table()
-        assert table.pins() if copy == "load" else len(table.rows(state=SlotState.RESERVED))
         yield int(json.loads(house.marks.read_text())["pid"])
         for request in requests:
             with pytest.raises(NotServedError):
@@ -131,11 +129,12 @@ def struck(house: House, copy: str, do: str, names: Iterable[str]) -> Iterator[i
 @pytest.mark.parametrize("copy", ["load", pytest.param("store", marks=LONG)])
 def test_a_killed_api_server_leaves_nothing(house: House, runtime_dir: Path, copy: str) -> None:
     """Pins and reservations end with the copies, although EngineCore lives on; the next engine works beside it."""
-    house.only_stored()
+    table = house.only_stored()
     files = sorted(runtime_dir.iterdir())
     orphan = house.current
     with struck(house, copy, "stop", PROMPTS) as rank:
         until(lambda: state_of(rank) == "T", "it is stopped")
+        assert table.pins() if copy == "load" else len(table.rows(state=SlotState.RESERVED))
         orphan.process.kill()
         orphan.process.wait()
         os.kill(rank, signal.SIGCONT)
