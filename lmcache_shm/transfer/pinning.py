@@ -8,11 +8,10 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from lmcache_shm.transfer.device import Addresses, Device, DeviceError, Ranges
+from lmcache_shm.transfer.mark import wait_for
 
 logger = logging.getLogger(__name__)
 
-LOOK_S = 0.1
-"""Seconds between two looks at how far the server has reserved the arena's memory."""
 PAUSE_S = 0.002
 """Between two pieces. The driver holds locks while it registers, and others wait for them: let them pass."""
 
@@ -61,7 +60,8 @@ class PinnedMemory:
             self._device.enter_thread()
             while self._registered < len(self._pieces) and not self._stop.is_set():
                 low, high = self._pieces[self._registered]
-                if not self._wait_for(high):
+                end = high - self._address
+                if self._reserved is not None and not wait_for(self._reserved, end, self._stop):
                     return
                 self._shift[self._registered] = self._device.register(low, high - low) - low
                 self._registered += 1
@@ -81,13 +81,6 @@ class PinnedMemory:
             self.pinned_bytes / 2**30,
             time.monotonic() - began,
         )
-
-    def _wait_for(self, end: int) -> bool:
-        """Wait until there is memory up to this address; False if told to stop before."""
-        while self._reserved is not None and self._address + self._reserved() < end:
-            if self._stop.wait(LOOK_S):
-                return False
-        return True
 
     def join(self, timeout: float) -> bool:
         """Wait for the background thread; True if everything is pinned."""

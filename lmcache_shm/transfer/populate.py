@@ -12,14 +12,13 @@ import os
 import threading
 
 from lmcache_shm.transfer.guard import ArenaView
+from lmcache_shm.transfer.mark import wait_for
 
 logger = logging.getLogger(__name__)
 
 MADV_POPULATE_READ = 22
 PIECE_BYTES = 16 << 20
 PAGE = 4096
-LOOK_S = 0.1
-"""Seconds between two looks at how far the server has reserved the arena's memory."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
@@ -75,9 +74,8 @@ class PageTables:
         size = len(self._mapping)
         while self._done < size and not self._stop.is_set():
             piece = min(PIECE_BYTES, size - self._done)
-            while self._done + piece > self._arena.backed_bytes:
-                if self._stop.wait(LOOK_S):
-                    return
+            if not wait_for(lambda: self._arena.backed_bytes, self._done + piece, self._stop):
+                return
             if not self._populate(self._done, piece):
                 return
             self._done += piece

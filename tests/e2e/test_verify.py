@@ -3,99 +3,39 @@
 import json
 import os
 import signal
-import socket
-import subprocess
-import sys
-import tempfile
-import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from lmcache_shm.arena.layout import SlotState
 from lmcache_shm.cli import app, verify, verify_api
+from tests.e2e.deployment import Deployment, NotServedError
 from tests.faults.cluster import until
 from tests.faults.engines import state_of
 from tools.server_process import Server
-from tools.tiny_models import load
 from tools.tiny_models.prompts import tokens
 
 FAMILY = "qwen3_5"
 N = 160  # tokens; its unified block size with --block-size 32
 
 
-@dataclass(frozen=True)
-class Deployed:
-    """A cache server and a `vllm serve` that uses it."""
-
-    server: Server
-    url: str
-    log: Path
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
-
-
-def wait_healthy(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
-    end = time.monotonic() + 240
-    while True:
-        try:
-            with urllib.request.urlopen(f"{url}/health", timeout=5):
-                return
-        except (OSError, urllib.error.URLError):
-            if process.poll() is not None or time.monotonic() > end:
-                pytest.fail("vllm serve did not start\n" + log.read_text()[-3000:])
-            time.sleep(0.2)
-
-
 @pytest.fixture(scope="module")
-def deployed() -> Iterator[Deployed]:
-    port = free_port()
-    url = f"http://127.0.0.1:{port}"
+def deployed() -> Iterator[Deployment]:
     with (
-        tempfile.TemporaryDirectory(prefix="verify-e2e-") as folder,
         Server(f"test-{os.getpid()}-verify", size_mb=256) as server,
+        Deployment(server, FAMILY, "--max-num-batched-tokens", str(2 * N - 1)) as deployment,
     ):
-        log = Path(folder) / "vllm.log"
-        env = load(FAMILY).environment(
-            VLLM_SERVER_DEV_MODE="1", TINY_MODELS_FOLDER=folder, VLLM_RPC_BASE_PATH=folder
-        )
-        command = [
-            sys.executable, "-m", "tools.tiny_models.serve", FAMILY, "--port", str(port),
-            "--host", "127.0.0.1", "--max-num-batched-tokens", str(2 * N - 1),
-            "--kv-transfer-config", json.dumps(server.connector()),
-        ]  # fmt: skip
-        with log.open("wb") as output:
-            process = subprocess.Popen(
-                command, stdout=output, stderr=output, env=env, start_new_session=True
-            )
-        try:
-            wait_healthy(url, process, log)
-            yield Deployed(server, url, log)
-        finally:
-            process.terminate()
-            try:
-                process.wait(60)
-            except subprocess.TimeoutExpired:
-                os.killpg(process.pid, 9)
-                process.wait()
+        yield deployment
 
 
-def run(deployed: Deployed, capsys: pytest.CaptureFixture[str]) -> tuple[int, dict[str, Any]]:
+def run(deployed: Deployment, capsys: pytest.CaptureFixture[str]) -> tuple[int, dict[str, Any]]:
     words = ["--base-url", deployed.url, "--instance", deployed.server.instance, "--task", "ids"]
     with pytest.raises(SystemExit) as end:
         app.main(["verify", *words, "--limit", "8", "--prefix-tokens", "1300", "--json"])
     captured = capsys.readouterr()
-    assert captured.out, f"{captured.err}\n{deployed.log.read_text()[-3000:]}"
+    assert captured.out, f"{captured.err}\n{deployed.log_tail()}"
     return int(end.value.code or 0), json.loads(captured.out)
 
 
@@ -110,7 +50,9 @@ def before_the_warm_run(monkeypatch: pytest.MonkeyPatch, action: Any) -> None:
     monkeypatch.setattr(verify, "settled", settled)
 
 
-def test_a_sound_deployment_passes(deployed: Deployed, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_sound_deployment_passes(
+    deployed: Deployment, capsys: pytest.CaptureFixture[str]
+) -> None:
     status, said = run(deployed, capsys)
 
     assert (status, said["complaints"]) == (0, [])
@@ -121,7 +63,7 @@ def test_a_sound_deployment_passes(deployed: Deployed, capsys: pytest.CaptureFix
 
 
 def test_flipped_bytes_in_the_arena_are_found(
-    deployed: Deployed, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    deployed: Deployment, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def corrupt() -> None:
         table = deployed.server.table()
@@ -140,7 +82,7 @@ def test_flipped_bytes_in_the_arena_are_found(
 
 
 def test_flipped_token_ids_are_no_hit(
-    deployed: Deployed, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    deployed: Deployment, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The exact-match confirmation refuses them, so the answers are right, but not from the arena."""
 
@@ -159,7 +101,7 @@ def test_flipped_token_ids_are_no_hit(
 
 
 def test_an_arena_that_was_emptied_serves_nothing(
-    deployed: Deployed, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    deployed: Deployment, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before_the_warm_run(monkeypatch, deployed.server.clear)
 
@@ -169,7 +111,7 @@ def test_an_arena_that_was_emptied_serves_nothing(
     assert "nothing was served from the arena" in said["complaints"][0]
 
 
-def test_nothing_stays_pinned(deployed: Deployed) -> None:
+def test_nothing_stays_pinned(deployed: Deployment) -> None:
     table = deployed.server.wait_idle()
 
     assert table.pins() == 0
@@ -177,32 +119,25 @@ def test_nothing_stays_pinned(deployed: Deployed) -> None:
     assert deployed.server.check() == []
 
 
-def test_a_reset_with_reset_external_over_http_empties_the_arena(deployed: Deployed) -> None:
+def test_a_reset_with_reset_external_over_http_empties_the_arena(deployed: Deployment) -> None:
     """After the others: what the runs before it stored is there until then."""
     assert len(deployed.server.wait_idle().rows()) > 0
-    post(f"{deployed.url}/reset_prefix_cache")
+    deployed.reset()
     assert len(deployed.server.wait_idle().rows()) > 0
 
-    post(f"{deployed.url}/reset_prefix_cache?reset_external=true")
+    deployed.post("/reset_prefix_cache?reset_external=true")
 
     assert len(deployed.server.wait_idle().rows()) == 0
 
 
-def post(url: str) -> None:
-    with urllib.request.urlopen(urllib.request.Request(url, method="POST"), timeout=30) as reply:
-        assert reply.status == 200
-
-
-def test_a_killed_engine_core_leaves_nothing(deployed: Deployed) -> None:
+def test_a_killed_engine_core_leaves_nothing(deployed: Deployment) -> None:
     """kill -9 of EngineCore in the middle of a store, its API server beside it; the last test on this deployment."""
     deployed.server.clear()
     core = deployed.server.status()["clients"][0]["workers"][0]["pid"]
     table = deployed.server.table()
     with ThreadPoolExecutor(1) as pool:
         for attempt in range(30):
-            answer = pool.submit(
-                served, completion(deployed.url, tokens(f"killed {attempt}", 8 * N))
-            )
+            answer = pool.submit(deployed.complete, tokens(f"killed {attempt}", 8 * N))
             until(lambda: len(table.rows(state=SlotState.RESERVED)), "a store is under way")
             os.kill(core, signal.SIGSTOP)
             until(lambda: state_of(core) == "T", "it is stopped")
@@ -211,26 +146,8 @@ def test_a_killed_engine_core_leaves_nothing(deployed: Deployed) -> None:
             os.kill(core, signal.SIGCONT)
             assert answer.result()
         os.kill(core, signal.SIGKILL)
-        assert not answer.result()
+        with pytest.raises(NotServedError):
+            answer.result()
     until(lambda: not any(c["connected"] for c in deployed.server.status()["clients"]), "it left")
     until(lambda: not len(table.rows(state=SlotState.QUARANTINED)), "quarantine ends")
     test_nothing_stays_pinned(deployed)
-
-
-def completion(url: str, prompt: list[int]) -> urllib.request.Request:
-    asked = json.dumps({"prompt": prompt, "max_tokens": 1}).encode()
-    return urllib.request.Request(
-        f"{url}/v1/completions", asked, {"Content-Type": "application/json"}
-    )
-
-
-def served(request: urllib.request.Request) -> bool:
-    """Whether it is answered, and not refused or cut off."""
-    try:
-        with urllib.request.urlopen(request, timeout=60):
-            return True
-    except urllib.error.HTTPError as error:
-        error.close()
-    except OSError:
-        pass
-    return False

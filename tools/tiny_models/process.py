@@ -155,7 +155,7 @@ class Engine:
 
     def close(self, *, ask: bool = True) -> None:
         """End the process (asked first if `ask`, killed after 20 s) and remove what it leaves. Idempotent."""
-        left = _collective_segments(self._process.pid)
+        left = collective_segments(self._process.pid)
         if ask and self._process.poll() is None:
             try:
                 self.send("exit")
@@ -193,7 +193,7 @@ class Engine:
 BETWEEN_RANKS = ("/dev/shm/vllm_dist_", "/dev/shm/psm_")
 
 
-def _collective_segments(session: int) -> set[Path]:
+def collective_segments(session: int) -> set[Path]:
     """Shared memory between vLLM's ranks in that session: its CPU collectives leave theirs behind, and a killed
     engine its message queues, too."""
     found = set()

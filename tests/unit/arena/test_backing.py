@@ -8,6 +8,7 @@ import pytest
 
 from lmcache_shm.arena import memory, segment
 from lmcache_shm.arena.layout import PAGE
+from lmcache_shm.transfer.mark import wait_for
 from lmcache_shm.transfer.pinning import PinnedMemory
 from lmcache_shm.transfer.populate import PageTables
 
@@ -173,7 +174,7 @@ def test_prefault_goes_through_to_the_end(arena):
 def test_page_tables_follow_the_mark(arena, instance, lie, monkeypatch):
     """With a mark that lies they allocate what nobody reserved: so this can fail."""
     monkeypatch.setattr("lmcache_shm.transfer.populate.PIECE_BYTES", 256 << 10)
-    monkeypatch.setattr("lmcache_shm.transfer.populate.LOOK_S", 0.001)
+    monkeypatch.setattr("lmcache_shm.transfer.mark.LOOK_S", 0.001)
     client = segment.attach(instance, writable_data=True)
     if lie:
         arena.live["backed"] = arena.data_bytes
@@ -208,7 +209,7 @@ class Driver:
 
 def test_pinning_follows_the_mark(monkeypatch):
     """Pinning would allocate what is not reserved."""
-    monkeypatch.setattr("lmcache_shm.transfer.pinning.LOOK_S", 0.001)
+    monkeypatch.setattr("lmcache_shm.transfer.mark.LOOK_S", 0.001)
     mark, driver = [3 * PAGE], Driver()
     pieces = [(0, 2 * PAGE), (2 * PAGE, 4 * PAGE), (4 * PAGE, 8 * PAGE)]
     pinned = PinnedMemory(driver, 1 << 30, pieces, reserved=lambda: mark[0])
@@ -222,8 +223,20 @@ def test_pinning_follows_the_mark(monkeypatch):
 
 
 def test_pinning_that_waits_can_be_ended(monkeypatch):
-    monkeypatch.setattr("lmcache_shm.transfer.pinning.LOOK_S", 0.001)
+    monkeypatch.setattr("lmcache_shm.transfer.mark.LOOK_S", 0.001)
     pinned = PinnedMemory(Driver(), 1 << 30, [(0, PAGE)], reserved=lambda: 0)
     pinned.close()
 
     assert pinned.pinned_bytes == 0
+
+
+def test_a_mark_that_does_not_rise_is_looked_at_ever_more_rarely():
+    pauses = []
+
+    class Stop(threading.Event):
+        def wait(self, timeout=None):
+            pauses.append(timeout)
+            return False
+
+    assert wait_for(lambda: len(pauses), 7, Stop())
+    assert pauses == [0.1, 0.2, 0.4, 0.8, 1.6, 2.0, 2.0]
