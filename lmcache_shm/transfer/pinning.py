@@ -15,6 +15,7 @@ LOOK_S = 0.1
 """Seconds between two looks at how far the server has reserved the arena's memory."""
 PAUSE_S = 0.002
 """Between two pieces. The driver holds locks while it registers, and others wait for them: let them pass."""
+USUAL_REASON = "The usual reason is a limit: on locked memory (`ulimit -l`), or the driver's own."
 
 
 class PinnedMemory:
@@ -73,7 +74,7 @@ class PinnedMemory:
                 "several times slower: %s. %s",
                 (self._pieces[-1][1] - self._upto) / 2**30,
                 error,
-                getattr(error, "remedy", ""),
+                getattr(error, "remedy", "") or USUAL_REASON,
             )
             return
         logger.info(
