@@ -340,6 +340,29 @@ def test_kernel_copies_ranges_of_any_length():
     assert done.stdout.strip() == "copied", done.stderr[-2000:]
 
 
+@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
+def test_kernel_compiles_for_a_gpu_that_is_not_there(tmp_path, monkeypatch):
+    """The interpreter is lenient with types and pointers; the compiler needs no GPU. To machine code of Hopper."""
+    pytest.importorskip("triton.backends.nvidia")
+    from triton import compiler
+    from triton.backends.compiler import GPUTarget
+
+    from lmcache_shm.transfer import kernel
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    aligned = {(i,): [["tt.divisibility", 16]] for i in range(3)}
+    types = dict.fromkeys(("sources", "targets", "sizes"), "*i64")
+    types |= {"count": "i32", "WORDS": "constexpr"}
+    words = {"WORDS": kernel.WORDS}
+    source = compiler.ASTSource(kernel.copy_ranges, types, constexprs=words, attrs=aligned)
+
+    compiled = compiler.compile(source, target=GPUTarget("cuda", 90, 32))
+
+    assert compiled.asm["cubin"]
+    assert "ld.global" in compiled.asm["ptx"]
+    assert "st.global" in compiled.asm["ptx"]
+
+
 def gpu() -> bool:
     torch = pytest.importorskip("torch")
     return bool(torch.cuda.is_available()) and torch.version.hip is None
