@@ -104,6 +104,10 @@ def test_device_back_ends_are_measured_on_the_simulated_device():
         "batch", "kernel", "rows", "ranges", "auto"
     }  # fmt: skip
     assert set(speed["peak_gbs"]) == {"store", "load", "both"}
+    text = io.StringIO()
+    bench_tables.show_device(speed, Console(file=text, width=100))
+    assert "256 KiB" in text.getvalue()
+    assert "the kernel beats batched copies for pages below" in text.getvalue()
 
 
 def test_crossover_is_the_last_size_at_which_the_kernel_wins_throughout():
