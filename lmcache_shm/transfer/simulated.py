@@ -99,6 +99,7 @@ class SimulatedDevice:
     def unregister(self, address: int) -> None:
         self._count("unregister")
         with self._lock:
+            self._mappings.pop(address, None)
             if self.registered.pop(address, None) is None:
                 raise DeviceError("unregister", INVALID_VALUE, f"{address:#x} is not registered")
 
