@@ -15,7 +15,7 @@ import numpy as np
 from lmcache_shm.transfer.device import DeviceError, Ranges, Rows
 from lmcache_shm.transfer.engine import JobKind
 
-# Values and layouts from cuda.h; the same since the versions named, checked against cuda-bindings 12.9.
+# Values and layouts from cuda.h, compared with the headers of CUDA 12.8 and 13.0 (and tests/unit/transfer/libcuda.py).
 BATCH_VERSION = (
     12080  # the entry point of 12.8 has failIdx; asking for that version keeps its signature
 )
@@ -25,11 +25,16 @@ SRC_ACCESS_ORDER_STREAM, SRC_ACCESS_ORDER_ANY = 1, 3
 DEVICE_ATTRIBUTE_MAX_PITCH = 11
 STREAM_CAPTURE_MODE_RELAXED = 2
 STREAM_NON_BLOCKING = 1
-OUT_OF_MEMORY, NOT_FOUND, NOT_SUPPORTED, ALREADY_REGISTERED = 2, 500, 801, 712
+OUT_OF_MEMORY, OPERATING_SYSTEM, NOT_FOUND = 2, 304, 500
+ALREADY_REGISTERED, NOT_SUPPORTED = 712, 801
 
+MEMLOCK = (
+    "Raise the limit on locked memory: `ulimit -l unlimited`, in Docker `--ulimit memlock=-1`, in "
+    "systemd `LimitMEMLOCK=infinity`."
+)
 REMEDIES = {
-    OUT_OF_MEMORY: "Raise the limit on locked memory: `ulimit -l unlimited`, in Docker "
-    "`--ulimit memlock=-1`, in systemd `LimitMEMLOCK=infinity`.",
+    OUT_OF_MEMORY: MEMLOCK,
+    OPERATING_SYSTEM: MEMLOCK,  # what drivers say of some limits
     ALREADY_REGISTERED: "Another component of this process has registered the same memory.",
     NOT_SUPPORTED: "This platform (WSL, some virtual machines) cannot register shared memory.",
 }

@@ -14,6 +14,7 @@ logger = logging.getLogger(__name__)
 
 PAUSE_S = 0.002
 """Between two pieces. The driver holds locks while it registers, and others wait for them: let them pass."""
+USUAL_REASON = "The usual reason is a limit: on locked memory (`ulimit -l`), or the driver's own."
 
 
 class PinnedMemory:
@@ -73,7 +74,7 @@ class PinnedMemory:
                 "several times slower: %s. %s",
                 (self._pieces[-1][1] - self._upto) / 2**30,
                 error,
-                getattr(error, "remedy", ""),
+                getattr(error, "remedy", "") or USUAL_REASON,
             )
             return
         logger.info(

@@ -29,7 +29,7 @@ class Event:
 
 
 class SimulatedDevice:
-    """See the module. ``mapped_at`` is what registration adds to a host address (0: same address)."""
+    """See the module. The n-th registration maps n times ``mapped_at`` above the host's addresses."""
 
     name = "simulated"
 
@@ -49,6 +49,7 @@ class SimulatedDevice:
         self.max_pitch = max_pitch
         self.calls: Counter[str] = Counter()
         self.registered: dict[int, int] = {}
+        self._mappings: dict[int, int] = {}
         self._fails: dict[str, set[int]] = {}
         self._code = 700
         self._mapped_at = mapped_at
@@ -91,11 +92,14 @@ class SimulatedDevice:
             if self._pinned_limit is not None and total > self._pinned_limit:
                 raise DeviceError("register", 2, "out of memory", "Raise the memlock limit.")
             self.registered[address] = nbytes
-        return address + self._mapped_at
+            mapped = address + self._mapped_at * self.calls["register"]
+            self._mappings[address] = mapped
+        return mapped
 
     def unregister(self, address: int) -> None:
         self._count("unregister")
         with self._lock:
+            self._mappings.pop(address, None)
             if self.registered.pop(address, None) is None:
                 raise DeviceError("unregister", INVALID_VALUE, f"{address:#x} is not registered")
 
@@ -154,10 +158,14 @@ class SimulatedDevice:
 
     def _mapped_copies(self, kind: JobKind, ranges: Ranges) -> None:
         for device, mapped, nbytes in zip(*(c.tolist() for c in ranges), strict=True):
-            host = mapped - self._mapped_at
-            if not self._check_host(host, nbytes):
-                raise DeviceError("copy", INVALID_VALUE, f"{host:#x} is not mapped")
-            self._move(kind, device, host, nbytes)
+            self._move(kind, device, self._host_address(mapped, nbytes), nbytes)
+
+    def _host_address(self, mapped: int, nbytes: int) -> int:
+        with self._lock:
+            for host, start in self._mappings.items():
+                if start <= mapped and mapped + nbytes <= start + self.registered.get(host, 0):
+                    return host + mapped - start
+        raise DeviceError("copy", INVALID_VALUE, f"{mapped:#x}+{nbytes} is not in one mapping")
 
     def _check_host(self, host: int, nbytes: int) -> bool:
         """Entirely in one registration (True), or in none (False)."""

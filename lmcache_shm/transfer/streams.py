@@ -42,8 +42,9 @@ logger = logging.getLogger(__name__)
 POLL_SECONDS = (0.0002, 0.002)
 """Between two looks at the end event: least and most. In between it is a sixteenth of the time that the
 oldest job has been in flight, so that a store that waits for a long prefill costs the engine no GIL."""
-NO_BATCH = {1, 801}
-"""What a driver answers that has batches, but not for this device or memory: invalid value, not supported."""
+REFUSED = {1, 801}
+"""What a driver answers that has batches and 2D copies, but not for this device or memory (a pitch that leads
+from one allocation into another, say): invalid value, not supported."""
 
 
 @dataclass(slots=True)
@@ -100,6 +101,7 @@ class StreamEngine:
         self.backend: Wish = backend
         self._kernel_below = kernel_below
         self._has_kernel, self._has_batch = device.has_kernel, device.has_batch
+        self._has_rows = True
         self.used: Counter[str] = Counter()
         """How many slots each back end has copied (a part that was not pinned yet counts as pageable)."""
         planned = plan_pieces(arena.data_array.nbytes) if pieces is None else pieces
@@ -249,19 +251,38 @@ class StreamEngine:
             self.used["pageable"] += 1
             self._copy_ranges(kind, ranges.pick(~mask))
             ranges = ranges.pick(mask)
-        elif self._backend(kind, ranges) == "rows" and self.pinned.in_one_piece(whole):
-            self.used["rows"] += 1
-            self._copy_rows(kind, item)
+        elif (
+            self._backend(kind, ranges) == "rows"
+            and self.pinned.in_one_piece(whole)
+            and self._copy_rows(kind, item)
+        ):
             return whole.total
         self._copy_pinned(kind, ranges, keep)
         return whole.total
 
-    def _copy_rows(self, kind: JobKind, item: CopyItem) -> None:
+    def _copy_rows(self, kind: JobKind, item: CopyItem) -> bool:
+        """The whole item by 2D copies; False if they cannot be used, and it is still to be copied."""
         region, pitch = self._arena + item.offset, self._device.max_pitch
-        for run in item.runs:
-            for bundle in self._bundles[item.group][run.part] if len(run.block_ids) else ():
-                for rows in page_rows(bundle, region, run.first, run.block_ids, pitch):
-                    self._device.copy_rows(kind, rows)
+        copies = (
+            rows
+            for run in item.runs
+            if len(run.block_ids)
+            for bundle in self._bundles[item.group][run.part]
+            for rows in page_rows(bundle, region, run.first, run.block_ids, pitch)
+        )
+        if not self._has_rows:
+            return False
+        try:
+            for rows in copies:
+                self._device.copy_rows(kind, rows)
+        except DeviceError as error:
+            if error.code not in REFUSED:
+                raise
+            logger.warning("2D copies cannot be used, copying range by range: %s", error)
+            self._has_rows = False
+        else:
+            self.used["rows"] += 1
+        return self._has_rows
 
     def _copy_pinned(self, kind: JobKind, ranges: Ranges, keep: list[Any]) -> None:
         """Try what was chosen; what cannot be used is given up for good, and its copies are done again."""
@@ -279,7 +300,7 @@ class StreamEngine:
             try:
                 self._device.copy_batch(kind, self.pinned.as_device_sees(ranges))
             except DeviceError as error:
-                if error.code not in NO_BATCH:
+                if error.code not in REFUSED:
                     raise
                 logger.warning("batched copies cannot be used, copying without them: %s", error)
                 self._has_batch = False

@@ -116,6 +116,7 @@ class WorkerSide:
         )
         with self._lock:
             self._mounts[arena_id] = Mount(arena, plan, layout, engine)
+        self._submitted.set()  # there may be another to be given up
         return layout.region_bytes
 
     def _unmount(self, mount: Mount) -> None:
@@ -236,13 +237,9 @@ class WorkerSide:
 
     def publish(self) -> None:
         """Pass on what the engines have ended. Any thread."""
-        with self._lock:
-            mounts = list(self._mounts.values())
-        for mount in mounts:
+        for mount in list(self._mounts.values()):
             for result in mount.engine.poll():
                 self._report(mount, result)
-        if len(mounts) > 1:
-            self._unmount_idle()
 
     def _report(self, mount: Mount, result: JobResult) -> None:
         with self._lock:
@@ -276,15 +273,18 @@ class WorkerSide:
         while True:
             self._submitted.wait()
             self._submitted.clear()
+            self._unmount_idle()
             while any(mount.jobs for mount in list(self._mounts.values())):
                 for mount in list(self._mounts.values()):
                     mount.engine.drain(PUBLISH_S)  # returns as soon as nothing is underway
                 self.publish()
+                self._unmount_idle()
             if self._closed:
                 return
 
     def _unmount_idle(self) -> None:
-        """Close the engines of arenas that were replaced, once nothing is underway in them."""
+        """Close the engines of arenas that were replaced, once nothing is underway in them. To unpin a large one
+        takes seconds: not for the engine's thread."""
         current = self.attachment.arena_id
         with self._lock:
             idle = [a for a, m in self._mounts.items() if a != current and not m.jobs]

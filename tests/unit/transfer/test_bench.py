@@ -104,6 +104,10 @@ def test_device_back_ends_are_measured_on_the_simulated_device():
         "batch", "kernel", "rows", "ranges", "auto"
     }  # fmt: skip
     assert set(speed["peak_gbs"]) == {"store", "load", "both"}
+    text = io.StringIO()
+    bench_tables.show_device(speed, Console(file=text, width=100))
+    assert "256 KiB" in text.getvalue()
+    assert "the kernel beats batched copies for pages below" in text.getvalue()
 
 
 def test_crossover_is_the_last_size_at_which_the_kernel_wins_throughout():
@@ -161,11 +165,12 @@ def test_gpu_check_runs_on_the_simulated_device(tmp_path):
 
     assert done.returncode == 0, done.stdout + done.stderr
     result = json.loads(out.read_text())
-    assert (len(result["checks"]), result["failed"]) == (8, 0)
+    assert (len(result["checks"]), result["failed"], result["never_used"]) == (8, 0, [])
     used = {row["backend"]: row["used"] for row in result["checks"]}
-    assert {wish: used[wish] for wish in ("batch", "kernel", "rows", "ranges")} == {
-        wish: wish for wish in ("batch", "kernel", "rows", "ranges")
+    assert {wish: used[wish] for wish in ("batch", "kernel", "ranges")} == {
+        wish: wish for wish in ("batch", "kernel", "ranges")
     }
+    assert set(used["rows"].split("+")) <= {"rows", "ranges"}  # of slots in two registrations
     assert result["speed"]["rows"]
 
 
@@ -175,6 +180,7 @@ sys.path.insert(0, "tools")
 sys.modules["vllm"] = None  # a machine without vLLM will do
 from lmcache_shm.transfer.simulated import SimulatedDevice
 SimulatedDevice.wait = lambda self, kind, event: None
+SimulatedDevice.copy_kernel = None  # "not callable": as from a Triton that does not work
 import gpu_check
 sys.argv = ["gpu_check", "--device", "cpu", "--only", "DeepSeek", "--rounds", "1"]
 sys.exit(gpu_check.main())
@@ -183,7 +189,8 @@ sys.exit(gpu_check.main())
 
 @pytest.mark.slow
 def test_gpu_check_notices_an_engine_that_ignores_events():
-    """Negative control: without the wait, stores read too early and loads write too early."""
+    """Negative control: without the wait, stores read too early and loads write too early. And where a back
+    end cannot be used, the others' success does not hide it."""
     done = subprocess.run(
         [sys.executable, "-c", BLIND],
         cwd=ROOT,
@@ -196,6 +203,7 @@ def test_gpu_check_notices_an_engine_that_ignores_events():
 
     assert done.returncode == 1, done.stdout + done.stderr
     assert "8 checks, 2 failed" in done.stdout
+    assert "never used, though the device has them: kernel" in done.stdout
 
 
 def test_a_back_end_that_another_one_stood_in_for_is_not_measured(monkeypatch):

@@ -2,7 +2,9 @@
 
 import contextlib
 import ctypes
+import inspect
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -15,75 +17,60 @@ from lmcache_shm.transfer import cuda
 from lmcache_shm.transfer.cuda import CudaDevice, Driver
 from lmcache_shm.transfer.device import DeviceError, Ranges, Rows
 
-
-class Library:
-    """Stands in for libcuda: records calls, answers what it is told."""
-
-    def __init__(self, version: int = 13000, codes: dict[str, int] | None = None) -> None:
-        self.version = version
-        self.codes = codes or {}
-        self.calls: list[tuple[str, tuple]] = []
-        self.missing: set[str] = set()
-        self.batches: list[tuple] = []
-
-        def batch(*arguments):
-            self.batches.append(arguments)
-            return self.codes.get("batch", 0)
-
-        form = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_size_t] * 9)
-        self.entry = form(batch)
-
-    def __getattr__(self, name):
-        if name in self.missing:
-            raise AttributeError(name)
-
-        def call(*arguments):
-            self.calls.append((name, arguments))
-            if name == "cuDriverGetVersion":
-                arguments[0]._obj.value = self.version
-            if name == "cuGetErrorString":
-                arguments[1]._obj.value = b"out of luck"
-            if name == "cuGetProcAddress_v2":
-                arguments[1]._obj.value = ctypes.cast(self.entry, ctypes.c_void_p).value
-            if name == "cuCtxGetStreamPriorityRange":
-                arguments[0]._obj.value, arguments[1]._obj.value = 2, -5
-            if name == "cuStreamCreateWithPriority":
-                arguments[0]._obj.value = 1000 + len(self.calls)
-            if name == "cuMemHostGetDevicePointer_v2":
-                arguments[0]._obj.value = arguments[1].value + 5
-            return self.codes.get(name, 0)
-
-        return call
-
-    def names(self) -> list[str]:
-        return [name for name, _ in self.calls]
+from .libcuda import PROTOTYPES, Library
 
 
 @pytest.fixture
-def device():
-    """A CudaDevice over a fake library, without torch's part."""
+def device(monkeypatch):
+    """``device(library)``: a CudaDevice over a fake driver and as much of torch as it takes to make one."""
 
-    def make(library: Library) -> CudaDevice:
-        one = object.__new__(CudaDevice)
-        one._driver = Driver(library)
-        one._context = ctypes.c_void_p(77)
-        one._launching = threading.Lock()
-        one._handles = {"store": ctypes.c_void_p(11), "load": ctypes.c_void_p(22)}
-        one._attributes = {
-            "store": cuda._CopyAttributes(src_access_order=cuda.SRC_ACCESS_ORDER_STREAM),
-            "load": cuda._CopyAttributes(src_access_order=cuda.SRC_ACCESS_ORDER_ANY),
-        }
-        return one
+    def make(library: Library, index: int = 0) -> CudaDevice:
+        torch = SimpleNamespace(
+            cuda=SimpleNamespace(
+                get_device_name=lambda index: f"card {index}",
+                ExternalStream=lambda handle, device: (handle, device),
+            )
+        )
+        monkeypatch.setitem(sys.modules, "torch", torch)
+        monkeypatch.setattr(cuda, "Driver", lambda: Driver(library))
+        return CudaDevice(index)
 
     return make
 
 
 def test_structures_have_the_layout_of_cuda_h():
-    """Sizes and offsets as in cuda.h for 64-bit Linux (checked once against cuda-bindings 12.9.4)."""
+    """Sizes and offsets as a C compiler found them with the headers of CUDA 12.8 and 13.0, 64-bit Linux."""
+    side = ["x", "y", "type", "host", "device", "array", "pitch"]
+    names = [
+        *(f"src_{name}" for name in side),
+        *(f"dst_{name}" for name in side),
+        "width",
+        "height",
+    ]
+    assert offsets(cuda._Memcpy2D) == {name: 8 * number for number, name in enumerate(names)}
     assert ctypes.sizeof(cuda._Memcpy2D) == 128
-    assert (cuda._Memcpy2D.src_host.offset, cuda._Memcpy2D.dst_x.offset) == (24, 56)
-    assert cuda._Memcpy2D.width.offset == 112
+    names = ["src_access_order", "src_location", "dst_location", "flags"]
+    assert offsets(cuda._CopyAttributes) == dict(zip(names, (0, 4, 12, 20), strict=True))
     assert ctypes.sizeof(cuda._CopyAttributes) == 24
+
+
+def offsets(structure: type[ctypes.Structure]) -> dict[str, int]:
+    return {name: getattr(structure, name).offset for name, _ in structure._fields_}
+
+
+def test_the_fake_driver_knows_every_call_and_refuses_wrong_arguments():
+    """Negative control: what would be a crash on a GPU is a failed test here."""
+    named = set(re.findall(r'"(cu[A-Z]\w+)"', inspect.getsource(cuda)))
+    assert named - {"cuMemcpyBatchAsync"} <= set(PROTOTYPES)
+    library = Library()
+    with pytest.raises(AssertionError, match="2 arguments, not 1"):
+        library.cuDeviceGet(ctypes.c_int(0))
+    with pytest.raises(AssertionError, match="argument 1"):
+        library.cuMemHostRegister_v2(ctypes.c_void_p(1), ctypes.c_int(1), ctypes.c_uint(3))
+    with pytest.raises(AssertionError, match="points to"):
+        library.cuMemHostGetDevicePointer_v2(
+            ctypes.byref(ctypes.c_uint()), ctypes.c_void_p(1), ctypes.c_uint(0)
+        )
 
 
 def test_directions_of_single_copies(device):
@@ -118,8 +105,17 @@ def test_directions_and_pitches_of_2d_copies(device):
 
 @pytest.mark.parametrize(("kind", "order", "stream"), [("store", 1, 11), ("load", 3, 22)])
 def test_batch_call_passes_its_arguments_in_the_order_of_12_8(kind, order, stream, device):
-    """Arguments: dsts, srcs, sizes, count, attrs, attrsIdxs, numAttrs, failIdx, hStream."""
+    """Arguments: dsts, srcs, sizes, count, attrs, attrsIdxs, numAttrs, failIdx, hStream.
+
+    The source of a store is read in stream order, behind the kernels that write it, and at no other time.
+    """
     library = Library()
+    seen = []
+    library.on_batch = lambda given: (
+        library.batches.append(given),
+        seen.append(ctypes.c_size_t.from_address(given[5]).value),
+        seen.append(bytes(cuda._CopyAttributes.from_address(given[4]))),
+    )
     one = device(library)
     ranges = Ranges(*(np.array(x, dtype=np.int64) for x in ([1, 2, 3], [40, 50, 60], [7, 8, 9])))
     one.copy_batch(kind, ranges)
@@ -127,21 +123,19 @@ def test_batch_call_passes_its_arguments_in_the_order_of_12_8(kind, order, strea
     ((dsts, srcs, sizes, count, attrs, first, attr_count, failed, handle),) = library.batches
     assert (count, attr_count, handle) == (3, 1, stream)
     assert failed
-    assert first
-    assert attrs == ctypes.addressof(one._attributes[kind])
-    assert one._attributes[kind].src_access_order == order
-    del dsts, srcs, sizes  # valid only during the call
+    assert seen == [0, order.to_bytes(4, "little") + bytes(20)]  # no location hints, no flags
+    del dsts, srcs, sizes, first, attrs  # valid only during the call
 
 
 def test_batch_arrays_hold_targets_then_sources(device):
     library = Library()
     seen = []
 
-    def batch(dsts, srcs, sizes, count, *_):
+    def batch(arguments):
+        dsts, srcs, sizes, count, *_ = arguments
         seen.extend((ctypes.c_int64 * count).from_address(at)[:] for at in (dsts, srcs, sizes))
-        return 0
 
-    library.entry = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_size_t] * 9)(batch)
+    library.on_batch = batch
     one = device(library)
     ranges = Ranges(*(np.array(x, dtype=np.int64) for x in ([1, 2], [40, 50], [7, 8])))
     one.copy_batch("store", ranges)
@@ -153,7 +147,16 @@ def test_batch_arrays_hold_targets_then_sources(device):
 def test_an_older_driver_has_no_batches():
     assert Driver(Library(version=12070)).batch is None
     assert Driver(Library(codes={"cuGetProcAddress_v2": 500})).batch is None
-    assert Driver(Library()).batch is not None
+    assert Driver(Library(version=12080)).batch is not None
+
+
+def test_a_driver_of_cuda_13_is_asked_for_the_entry_of_12_8():
+    """Its own has one argument less: the stream would be taken from where failIdx was."""
+    library = Library(version=13010)
+
+    assert Driver(library).batch is not None
+    (asked,) = (given for name, given in library.calls if name == "cuGetProcAddress_v2")
+    assert (asked[0], asked[2].value) == (b"cuMemcpyBatchAsync", 12080)
 
 
 def test_registration_maps_and_says_what_to_do_when_it_fails(device):
@@ -163,9 +166,10 @@ def test_registration_maps_and_says_what_to_do_when_it_fails(device):
     assert name == "cuMemHostRegister_v2"
     assert [a.value for a in arguments] == [4096, 8192, 3]
 
-    with pytest.raises(DeviceError, match="out of luck") as caught:
-        device(Library(codes={"cuMemHostRegister_v2": 2})).register(4096, 8192)
-    assert "memlock" in caught.value.remedy
+    for code in (2, 304):
+        with pytest.raises(DeviceError, match="out of luck") as caught:
+            device(Library(codes={"cuMemHostRegister_v2": code})).register(4096, 8192)
+        assert "memlock" in caught.value.remedy
 
 
 def test_memory_that_cannot_be_mapped_does_not_stay_registered(device):
@@ -181,7 +185,6 @@ def test_threads_opt_out_of_other_threads_graph_captures(device):
     library = Library()
     one = device(library)
     one._torch = SimpleNamespace(cuda=SimpleNamespace(set_device=lambda index: None))
-    one._index = 0
     one.enter_thread()
 
     (context, handle), (capture, mode) = library.calls[-2:]
@@ -220,26 +223,15 @@ def test_any_thread_can_unregister_and_is_left_as_it_was(code, device):
     assert library.calls[0][1][0].value == 77
 
 
-def test_a_device_has_two_streams_of_its_own_with_the_lowest_priority(monkeypatch):
+def test_a_device_has_two_streams_of_its_own_with_the_lowest_priority(device):
     """Not from torch's pool, whose streams are dealt out again; and not bound to the legacy stream."""
-    library, wrapped = Library(), []
-    torch = SimpleNamespace(
-        cuda=SimpleNamespace(
-            get_device_name=lambda index: f"card {index}",
-            ExternalStream=lambda handle, device: wrapped.append((handle, device)),
-        )
-    )
-    monkeypatch.setitem(sys.modules, "torch", torch)
-    monkeypatch.setattr(cuda, "Driver", lambda: Driver(library))
-
-    one = CudaDevice(3)
+    library = Library()
+    one = device(library, index=3)
 
     made = [arguments for name, arguments in library.calls if name == "cuStreamCreateWithPriority"]
     assert [(flags.value, priority.value) for _, flags, priority in made] == [(1, 2), (1, 2)]
-    handles = [handle.value for handle in one._handles.values()]
-    assert len(set(handles)) == 2
-    assert wrapped == [(handle, 3) for handle in handles]
-    assert (one.name, one.has_batch) == ("card 3", True)
+    assert one._streams == {"store": (11, 3), "load": (22, 3)}
+    assert (one.name, one.has_batch, one.max_pitch) == ("card 3", True, (1 << 31) - 1)
     assert library.names().count("cuCtxPushCurrent_v2") == library.names().count(
         "cuCtxPopCurrent_v2"
     )
@@ -282,7 +274,7 @@ def test_rows_of_the_kernels_table_are_aligned(kind, count, device):
             lambda self: {(min(16, count),): lambda *a, **k: launches.append((a, k))}
         )
 
-    one._kernel, one._index, one._streams = Kernel(), 0, {"store": None, "load": None}
+    one._kernel = Kernel()
     one._torch = SimpleNamespace(
         from_numpy=Table,
         cuda=SimpleNamespace(
@@ -346,6 +338,29 @@ def test_kernel_copies_ranges_of_any_length():
     )
 
     assert done.stdout.strip() == "copied", done.stderr[-2000:]
+
+
+@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
+def test_kernel_compiles_for_a_gpu_that_is_not_there(tmp_path, monkeypatch):
+    """The interpreter is lenient with types and pointers; the compiler needs no GPU. To machine code of Hopper."""
+    pytest.importorskip("triton.backends.nvidia")
+    from triton import compiler
+    from triton.backends.compiler import GPUTarget
+
+    from lmcache_shm.transfer import kernel
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    aligned = {(i,): [["tt.divisibility", 16]] for i in range(3)}
+    types = dict.fromkeys(("sources", "targets", "sizes"), "*i64")
+    types |= {"count": "i32", "WORDS": "constexpr"}
+    words = {"WORDS": kernel.WORDS}
+    source = compiler.ASTSource(kernel.copy_ranges, types, constexprs=words, attrs=aligned)
+
+    compiled = compiler.compile(source, target=GPUTarget("cuda", 90, 32))
+
+    assert compiled.asm["cubin"]
+    assert "ld.global" in compiled.asm["ptx"]
+    assert "st.global" in compiled.asm["ptx"]
 
 
 def gpu() -> bool:

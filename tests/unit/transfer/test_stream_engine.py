@@ -1,5 +1,8 @@
 """The stream engine on a simulated device: bytes, late completions, failures at every call."""
 
+import gc
+import mmap
+import os
 import threading
 import time
 
@@ -7,6 +10,7 @@ import numpy as np
 import pytest
 
 from lmcache_shm.arena.layout import SlotState
+from lmcache_shm.transfer import pinning, streams
 from lmcache_shm.transfer.device import DeviceError
 from lmcache_shm.transfer.engine import (
     REASON_ARENA,
@@ -21,7 +25,7 @@ from lmcache_shm.transfer.streams import StreamEngine
 from lmcache_shm.transfer.torch_device import TorchDevice
 
 from .rig import SLOT, WAIT, Rig
-from .worlds import WORLDS, dense_hnd, item, job
+from .worlds import WORLDS, FakeArena, dense_hnd, item, job
 
 WHOLE = [(0, 8 * SLOT)]
 # The second piece ends in the middle of slot 1, where the jobs of these tests have their region.
@@ -65,6 +69,23 @@ def test_every_back_end_restores_exactly_the_content_bytes(make, backend, pieces
         assert b.round_trip(group, np.arange(2, 2 + pages), blocks)
         if pages > 1:
             assert b.round_trip(group, blocks[1:], b.world.scattered_blocks(pages - 1), first=1)
+
+
+@pytest.mark.parametrize("backend", ["batch", "kernel", "rows", "ranges"])
+def test_a_page_across_the_edge_of_a_piece_is_cut_there(backend, rigs, monkeypatch):
+    """Pieces end where slabs do, and a slot of several slabs goes on behind. Control: nobody cuts."""
+    world = dense_hnd()
+    edge = SLOT + world.layouts()[0].segments[0][2] + 1000  # in the first page of the third layer
+    device = SimulatedDevice(mapped_at=1 << 40)
+    b = rigs(world, device, backend=backend, pieces=[(0, edge), (edge, 8 * SLOT)])
+    assert b.engine.pinned.join(WAIT)
+    blocks = world.scattered_blocks(4)
+
+    assert b.round_trip(0, blocks, world.scattered_blocks(4))
+    assert set(b.engine.used) == {"ranges" if backend == "rows" else backend}
+
+    monkeypatch.setattr(streams, "split", lambda ranges, edges: ranges)
+    assert not b.run("store", [item(b.layouts, 0, 3, SLOT, blocks)]).ok
 
 
 def test_without_wishes_pinned_memory_is_copied_in_batches(rigs):
@@ -237,6 +258,18 @@ def test_cancel_before_issue_touches_nothing_and_after_issue_waits(stepped):
     assert outcomes(b) == [(2, False, REASON_CANCELLED)]
 
 
+def test_the_thread_that_submits_only_records_an_event(stepped):
+    """It is the engine's: it never waits for the device, nor asks whether anything is done."""
+    b = stepped()
+    pinning = b.device.calls.copy()
+    b.engine.submit(job("store", [b.item], 1))
+    b.engine.cancel(1)
+    b.engine.submit(job("store", [b.item], 2))
+    b.engine.poll()
+
+    assert b.device.calls - pinning == {"marker_here": 2}
+
+
 def test_a_refused_job_records_no_event(stepped):
     b = stepped()
     b.engine.submit(job("store", [b.item], arena_id=b"another"))
@@ -271,9 +304,15 @@ def test_close_waits_for_flights_and_unpins_last(rigs):
 # ------------------------------------------------------------------------------- failures at each call
 
 
-@pytest.mark.parametrize("call", ["marker_here", "wait", "copy_batch", "mark"])
-def test_a_failing_call_fails_its_job_and_not_the_next(call, stepped):
-    b = stepped()
+@pytest.mark.parametrize(
+    ("call", "backend"),
+    [
+        ("marker_here", "auto"), ("wait", "auto"), ("copy_batch", "auto"), ("mark", "auto"),
+        ("copy", "ranges"), ("copy_rows", "rows"), ("copy", "pageable"),
+    ],
+)  # fmt: skip
+def test_a_failing_call_fails_its_job_and_not_the_next(call, backend, stepped):
+    b = stepped(backend=backend)
     b.device.fail(call, 1)
     for number in (1, 2):
         b.engine.submit(job("store", [b.item], number))
@@ -331,6 +370,21 @@ def test_batches_that_the_driver_refuses_are_replaced_for_good(code, rigs, caplo
     assert caplog.text.count("batched copies cannot be used") == 1
     assert device.calls["copy_batch"] == 1
     assert set(b.engine.used) == {"ranges", "rows"}
+
+
+@pytest.mark.parametrize("code", [1, 801])
+def test_2d_copies_that_the_driver_refuses_are_replaced_for_good(code, rigs, caplog):
+    """One of a job's copies is refused, the others were issued: all are made again, range by range."""
+    device = SimulatedDevice(has_batch=False, has_kernel=False)
+    device.fail("copy_rows", 2, code=code)
+    b = rigs(dense_hnd(), device)
+    b.engine.pinned.join(WAIT)
+    for _ in range(2):
+        assert b.round_trip(0, b.world.scattered_blocks(4), b.world.scattered_blocks(4))
+
+    assert caplog.text.count("2D copies cannot be used") == 1
+    assert device.calls["copy_rows"] == 2
+    assert set(b.engine.used) == {"ranges"}
 
 
 def test_the_kernel_is_made_ready_before_the_first_load(rigs):
@@ -489,6 +543,74 @@ def test_copies_work_while_registration_is_under_way(rigs):
             low, high = CUT[upto]
             start = b.arena.data_array.ctypes.data
             device.register(start + low, high - low)  # the driver knows already, the engine not yet
+
+
+class Slow(SimulatedDevice):
+    """Its first registration takes until it is told to go on, as one of a cold arena does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begun, self.may = threading.Event(), threading.Event()
+        self.threads: set[threading.Thread] = set()
+
+    def register(self, address, nbytes):
+        self.threads.add(threading.current_thread())
+        self.begun.set()
+        assert self.may.wait(WAIT)
+        return super().register(address, nbytes)
+
+
+def test_an_engine_copies_before_the_first_of_500_gib_is_pinned(monkeypatch):
+    """Neither its start nor its first jobs wait for the driver; then all is pinned, from the start on."""
+    monkeypatch.setattr(pinning, "PAUSE_S", 0.0)
+    device, size, world, arena = Slow(), 500 << 30, dense_hnd(), FakeArena(0)
+    fd = os.memfd_create("sparse")
+    os.ftruncate(fd, size)
+    arena.data_array = np.frombuffer(mmap.mmap(fd, size), dtype=np.uint8)
+    arena.backed_bytes = size
+    os.close(fd)
+    layouts = world.layouts()
+    engine = StreamEngine(arena, layouts, device)
+    assert device.begun.wait(WAIT)
+    arena.set(3, SlotState.RESERVED, 5)
+    engine.submit(job("store", [item(layouts, 0, 3, size - SLOT, world.scattered_blocks(4))]))
+    assert engine.drain(WAIT)
+    assert [(r.ok, r.reason) for r in engine.poll()] == [(True, "")]
+    assert (set(engine.used), engine.pinned.pinned_bytes) == ({"pageable"}, 0)
+
+    device.may.set()
+    assert engine.pinned.join(WAIT)
+    asked = list(device.registered.items())
+    assert asked == sorted(asked)
+    assert (sum(device.registered.values()), engine.pinned.pinned_bytes) == (size, size)
+    assert max(device.registered.values()) <= 1 << 30
+    assert threading.main_thread() not in device.threads
+    engine.close()
+    assert device.registered == {}
+
+
+def test_memory_stays_mapped_until_the_engine_has_let_go_of_it():
+    """Whoever attached the arena closes it first: copies go on, everything is unpinned, and then it goes."""
+    segment = mmap.mmap(-1, 8 * SLOT)
+    device, world = SimulatedDevice(), dense_hnd()
+    arena = FakeArena(0)
+    arena.data_array, arena.backed_bytes = np.frombuffer(segment, dtype=np.uint8), 8 * SLOT
+    layouts, hot = world.layouts(), arena.hot
+    engine = StreamEngine(arena, layouts, device)
+    assert engine.pinned.join(WAIT)
+    del arena.data_array
+    with pytest.raises(BufferError):  # what arena.close() meets, and leaves to the last view
+        segment.close()
+    hot["state"][3], hot["generation"][3] = SlotState.RESERVED, 5
+    engine.submit(job("store", [item(layouts, 0, 3, SLOT, world.scattered_blocks(4))]))
+    assert engine.drain(WAIT)
+    assert engine.poll()[0].ok
+
+    engine.close()
+    assert device.registered == {}
+    del engine
+    gc.collect()
+    segment.close()
 
 
 def test_who_wants_pageable_copies_pins_nothing(rigs):

@@ -345,6 +345,39 @@ def test_a_restarted_server_still_serves(instance: str) -> None:
         assert pair.load("c") == ({"c"}, set())
 
 
+def test_a_replaced_arena_is_given_up_by_a_thread_that_the_engine_does_not_wait_for(
+    instance: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To unpin hundreds of gigabytes takes many seconds, which no step may be long."""
+    pair = Pair(instance, config(full(), num_blocks=BLOCKS, kv_cache_layout="LBHNC"))
+    server = CacheServer(instance, 16 * MIB)
+    try:
+        pair.open()
+        wait(lambda: pair.start.client.up, "the server is not found")
+        pair.store("a")
+        (mount,) = pair.worker._mounts.values()
+        closed_by: list[str] = []
+        close = mount.engine.close
+        monkeypatch.setattr(
+            mount.engine,
+            "close",
+            lambda: (close(), closed_by.append(threading.current_thread().name)),
+        )
+        server.close()
+        server = CacheServer(instance, 16 * MIB)
+        wait(lambda: len(pair.worker._mounts) > 1 or closed_by, "the new arena is not mapped")
+        wait(lambda: pair.worker.results() and closed_by, "the old arena is not given up")
+
+        assert closed_by == ["lmcache-shm-report"]
+        assert mount not in pair.worker._mounts.values()
+        wait(lambda: pair.start.client.up, "the new server is not found")
+        pair.store("b")
+        assert pair.load("c") == ({"c"}, set())
+    finally:
+        pair.close()
+        server.close()
+
+
 def test_without_a_server_nothing_is_waited_for(instance: str) -> None:
     pair = Pair(instance, config(full(), num_blocks=BLOCKS, kv_cache_layout="LBHNC"))
     begin = time.monotonic()
