@@ -235,7 +235,11 @@ class Config:
         60.0, "seconds", "A store that takes longer is given up.", number(0.05, 3600), "engine"
     )
     transfer_threads: int = _option(
-        1, "threads", "Copying threads of each worker.", whole(1, 64), "engine"
+        2,
+        "threads",
+        "Copying threads of each worker (where the KV cache is in host memory).",
+        whole(1, 64),
+        "engine",
     )
     copy_backend: str = _option(
         "auto", "", "How a worker with an NVIDIA GPU copies pinned memory: auto (by page size), "
