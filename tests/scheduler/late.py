@@ -13,6 +13,7 @@ from typing import Any
 from lmcache_shm.transfer.cpu import CpuEngine
 from lmcache_shm.transfer.engine import CopyItem, CopyJob, EngineStats, JobResult
 from lmcache_shm.transfer.pages import SlotLayout
+from lmcache_shm.vllm.worker import REST_S
 
 
 @dataclass(eq=False)
@@ -84,7 +85,10 @@ class LateEngine:
                 pending.fail = "cancelled"
 
     def drain(self, timeout: float) -> bool:
-        if threading.current_thread() is threading.main_thread():
+        main = threading.current_thread() is threading.main_thread()
+        if main and timeout <= REST_S:  # a step rests: how far copies come is the test's to say
+            return not self.pending
+        if main:
             self.finish()
         elif self.pending:  # a thread of the connector: only the test's thread moves bytes
             time.sleep(timeout)
