@@ -25,9 +25,8 @@ Figures = dict[str, dict[str, list[float]]]
 
 def round_of(side: Side, number: int, gigabytes: float) -> dict[str, float]:
     """All figures of one side once; rates in GB/s, everything else in ms."""
-    side.ask(
-        "copy", seed=10 + number
-    )  # memory that lay idle while others were measured is slow once
+    # Not counted: memory that lay idle while others were measured is slow once.
+    side.ask("copy", seed=10 + number)
     copied = side.ask("copy", seed=5000 + number)
     control = side.ask("control", seed=1000 + 2 * number)
     figures = {

@@ -262,6 +262,8 @@ class StreamEngine:
 
     def _copy_rows(self, kind: JobKind, item: CopyItem) -> bool:
         """The whole item by 2D copies; False if they cannot be used, and it is still to be copied."""
+        if not self._has_rows:
+            return False
         region, pitch = self._arena + item.offset, self._device.max_pitch
         copies = (
             rows
@@ -270,8 +272,6 @@ class StreamEngine:
             for bundle in self._bundles[item.group][run.part]
             for rows in page_rows(bundle, region, run.first, run.block_ids, pitch)
         )
-        if not self._has_rows:
-            return False
         try:
             for rows in copies:
                 self._device.copy_rows(kind, rows)

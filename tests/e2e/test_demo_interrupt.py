@@ -3,9 +3,12 @@
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
+
+from tools.scratch import scratch_folder
 
 ROOT = Path(__file__).parents[2]
 
@@ -31,3 +34,6 @@ def test_a_stopped_demo_leaves_nothing(number: signal.Signals, moment: str, tmp_
             demo.kill()
 
     assert demo.returncode == (-9 if number == signal.SIGKILL else 128 + number)
+    with scratch_folder():  # what a demo that was killed left, the next tool removes
+        pass
+    assert not list(Path(tempfile.gettempdir()).glob(f"lmcshm-tool-{demo.pid}-*"))

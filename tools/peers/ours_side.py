@@ -10,7 +10,6 @@ import mmap
 import os
 import tempfile
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,14 +28,6 @@ from tools.peers.side import CONTROL, Shape, block_order, cpu_seconds, serve, to
 from tools.server_process import Server
 
 Int16 = npt.NDArray[np.int16]
-
-
-@dataclass(frozen=True)
-class Stored:
-    """One chunk under way: its slot, and what a copy needs to know."""
-
-    row: int
-    chunk: int
 
 
 def like_a_tensor(shape: tuple[int, ...]) -> Int16:
