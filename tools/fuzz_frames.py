@@ -52,9 +52,7 @@ FRAMES = 24
 def samples() -> list[bytes]:
     """Bodies of valid messages of every kind but Shutdown and Drain, which a server obeys."""
     groups = [GroupInfo("full", "full"), GroupInfo("window", "window", 64)]
-    reserve = Reserve(
-        b"\0\0" * 3, b"k" * 48, b"p" * 48, b"\1\0\0\0" * 3, b"\7\0\0\0" * 3, b"d" * 48, bytes(24)
-    )
+    reserve = Reserve(b"\0\0" * 3, b"k" * 48, b"p" * 48, b"\1\0\0\0" * 3, b"d" * 48, bytes(24))
     messages: list[Message] = [
         Hello(PROTOCOL, "scheduler", "engine", 1, {"a": 1, "b": "c"}),
         AttachWorker("engine", 0, 1, 1, [1000, 2000]),

@@ -62,7 +62,7 @@ class Desk:
         with theirs:
             self.session = self.service.open_session(theirs)
         self.session.role, self.session.namespace, self.session.client = "scheduler", space.id, 0
-        self.session.groups, self.session.token_area = len(RULES), 5 * CHUNK + 5
+        self.session.groups = len(RULES)
 
     def ask(self, request: Message) -> Message:
         """One turn: from the request's frame to the answer's."""
@@ -142,7 +142,6 @@ def full() -> Iterator[Action]:
         def action() -> None:
             keys = ChunkKeys(seed(b"count"), CHUNK)
             # Other keys of the same length: hashing is counted by itself.
-            keys.encoded = [bytes(5 * CHUNK)] * FULL_CHUNKS
             keys.keys = bytearray(np.random.default_rng(next(numbers)).bytes(16 * FULL_CHUNKS))
             keys.digests = bytearray(16 * FULL_CHUNKS)
             rows = b""

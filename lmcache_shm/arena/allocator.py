@@ -80,6 +80,14 @@ class SlabAllocator:
         self.data_bytes = arena.geometry.data_bytes
         self.per_slab = arena.geometry.rows_per_slab
         self._words = hot_words(arena.hot)
+        # Views made once: to look up a field costs more than to write a few rows of it.
+        hot, cold = arena.hot, arena.cold
+        self._offset, self._slot_bytes, self._slab = (
+            cold["offset"],
+            cold["slot_bytes"],
+            cold["slab"],
+        )
+        self._client, self._state = hot["client"], hot["state"]
         self._free: dict[int, _Stack] = {}
         self._extents: dict[int, int] = {}  # class → number of its extents
         self._usable = 0
@@ -160,13 +168,14 @@ class SlabAllocator:
             return
         wiped = np.zeros((len(rows), 4), np.uint64)
         wiped[:, 0] = SlotState.FREE
-        wiped[:, 2] = self._words.take(rows, 0)[:, 2] + np.uint64(1)  # the generation
+        at = rows.astype(np.intp)
+        wiped[:, 2] = self._words.take(at, 0)[:, 2] + np.uint64(1)  # the generation
         wiped[:, 3] = 0xFFFF  # client -1
-        self._words[rows] = wiped
+        self._words[at] = wiped
         self._push(rows)
 
     def _push(self, rows: Rows) -> None:
-        sizes = self.arena.cold["slot_bytes"][rows]
+        sizes = self._slot_bytes[rows]
         first = int(sizes[0])
         if (sizes == first).all():
             self._stack(first).push(rows)
@@ -197,16 +206,13 @@ class SlabAllocator:
         n = self.slots_in(size, m)
         rows = self.rows_of(start, n)
         span = slice(start * self.per_slab, start * self.per_slab + n)
-        cold, hot = self.arena.cold[span], self.arena.hot[span]
         at = start * self.slab_bytes
-        cold["offset"] = np.arange(at, at + n * size, size, np.uint64)
-        cold["slot_bytes"] = size
-        cold["slab"] = start
-        hot["client"] = -1
-        slabs = self.arena.slabs[start : start + m]
-        slabs["slot_bytes"], slabs["first"], slabs["slots"] = size, start, n
-        slabs["extent_slabs"] = m
-        hot["state"] = SlotState.FREE  # last: a FREE row is always inside a bound extent
+        self._offset[span] = np.arange(at, at + n * size, size, np.uint64)
+        self._slot_bytes[span] = size
+        self._slab[span] = start
+        self._client[span] = -1
+        self.arena.slabs[start : start + m] = (size, start, m, n, 0)
+        self._state[span] = SlotState.FREE  # last: a FREE row is always inside a bound extent
         self._stack(size).push(rows[::-1])
         self._extents[size] = self._extents.get(size, 0) + 1
         self._free_slabs -= m

@@ -27,7 +27,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 MAGIC = b"LMCSHM01"
 PAGE = 4096
 RING = 1024
@@ -294,23 +294,34 @@ def seal(hot: Table, cold: Table, rows: Rows) -> U64:
 
     Written at commit; a row whose state, key, offset or owner was damaged afterwards does not fit it.
     """
-    return seal_of(hot_words(hot)[rows], cold_words(cold)[rows])
+    words = hot_words(hot)[rows]
+    return seal_of(words[:, 2], owners_of(words), cold_words(cold)[rows])
 
 
-def seal_of(hot: U64, cold: U64) -> U64:
-    """seal() of rows that were read as words already."""
-    check: U64 = hot[:, 2] ^ (hot[:, 3] & _NAMESPACE | hot[:, 0] & _GROUP)
-    shifted = np.empty_like(check)
-    for column in cold.T[:11]:  # all but the seal and what follows it
-        check ^= column
-        check *= _SPREAD
-        np.right_shift(check, _HALF, out=shifted)
-        check ^= shifted
+def owners_of(hot: U64) -> U64:
+    """Namespace (upper half) and group (from bit 16) of rows, given as their hot words."""
+    owners: U64 = hot[:, 3] & _NAMESPACE | hot[:, 0] & _GROUP
+    return owners
+
+
+def seal_of(generations: U64, owners: U64, cold: U64) -> U64:
+    """seal() of rows that were read already: their generations, owners and cold words."""
+    # All words at once, few calls: each is mixed by a bijection of its own (odd factors), so one that changed
+    # always shows, as do two that changed places; then the sum.
+    words = np.empty((_SEALED + 1, len(cold)), np.uint64)
+    words[:_SEALED] = cold.T[:_SEALED]
+    np.bitwise_xor(generations, owners, out=words[_SEALED])
+    words *= _FACTORS
+    words ^= words >> _HALF
+    words *= _FACTORS
+    check: U64 = np.add.reduce(words, 0)
     return check
 
 
 _NAMESPACE, _GROUP = word(0xFFFFFFFF00000000), word(0xFFFF0000)  # in words 3 and 0 of a hot row
-_SPREAD, _HALF = word(0x9E3779B97F4A7C15), word(29)
+_SEALED = 11  # words of a cold row: all but the seal and what follows it
+_HALF = word(32)
+_FACTORS = np.arange(1, 2 * _SEALED + 3, 2, np.uint64)[:, None] * word(0x9E3779B97F4A7C15)
 
 
 def _floor_power(n: int) -> int:

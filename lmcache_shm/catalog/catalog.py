@@ -18,11 +18,11 @@ import numpy as np
 import numpy.typing as npt
 
 from lmcache_shm.arena.allocator import NO_ROWS
-from lmcache_shm.arena.layout import FLAG_DROP, U64, Rows, SlotState, seal_of
+from lmcache_shm.arena.layout import FLAG_DROP, U64, Numbers, Rows, SlotState, owners_of, seal_of
 from lmcache_shm.arena.segment import Arena
 from lmcache_shm.catalog import audit, report
 from lmcache_shm.catalog.hints import Hints
-from lmcache_shm.catalog.keys import salt_word
+from lmcache_shm.catalog.keys import TOKEN, salt_word
 from lmcache_shm.catalog.lookup import Hit, Lookup
 from lmcache_shm.catalog.namespace import MAX_NAMESPACES, CatalogError, GroupSpec, Namespace
 from lmcache_shm.catalog.recovery import recover
@@ -36,6 +36,7 @@ from lmcache_shm.catalog.slots import (
     GROUP_AT,
     NO_CLIENT,
     PIN,
+    RESERVED,
     STATE_AND_FLAGS,
     Slots,
 )
@@ -108,18 +109,18 @@ class Catalog:
     def release(self, rows: AnyRows) -> None:
         """Unpin rows, each once (the rows of one group of one hit)."""
         slots = self._slots
-        rows = _rows(rows)
-        hot = slots.words.take(rows, 0)
+        at = _places(rows)
+        hot = slots.words.take(at, 0)
         pinned = hot[:, 0] >= PIN
         if not pinned.all():
             slots.counters["wrong_releases"] += int((~pinned).sum())
-            rows, hot = rows[pinned], hot[pinned]
+            at, hot = at[pinned], hot[pinned]
         hot[:, 0] -= PIN
-        slots.words[rows] = hot
+        slots.words[at] = hot
         slots.changes += 1
         gone = (hot[:, 0] < PIN) & (hot[:, 0] & DROPPED != 0)
         if gone.any():
-            slots.free(rows[gone])
+            slots.free(at[gone].astype(np.int32))
 
     # ---------------------------------------------------------------------------------- writing
     def reserve(
@@ -129,7 +130,6 @@ class Catalog:
         keys: bytes,
         parents: bytes,
         chunks: npt.NDArray[np.uint32],
-        token_lens: npt.NDArray[np.uint32],
         digests: bytes,
         salts: U64,
         client: int,
@@ -143,7 +143,8 @@ class Catalog:
         if not len(groups):
             return NO_ROWS
         now = time.time_ns()
-        entries = Entries.of(keys, parents, chunks, token_lens, digests, salts, client, now)
+        token_bytes = TOKEN * space.chunk_size
+        entries = Entries.of(keys, parents, chunks, token_bytes, digests, salts, client, now)
         return self._reserver.reserve(space, groups, entries)
 
     def commit(self, rows: AnyRows, checks: Sequence[int] = ()) -> int:
@@ -154,24 +155,27 @@ class Catalog:
         slots = self._slots
         counters = slots.counters
         rows = _rows(rows)
-        hot = slots.words.take(rows, 0)
-        if (hot[:, 0] & STATE_AND_FLAGS != SlotState.RESERVED).any():  # rare
+        at = _places(rows)
+        hot = slots.words.take(at, 0)
+        if (hot[:, 0] & STATE_AND_FLAGS != RESERVED).any():  # rare
             rows = self._pending(rows)
             dropped = slots.is_dropped(rows)
             slots.free(rows[dropped])
             counters["dropped_at_commit"] += int(dropped.sum())
             rows = rows[~dropped]
-            hot = slots.words.take(rows, 0)
-        cold = slots.cold_words.take(rows, 0)
-        slots.seals[rows] = seal_of(hot, cold)
-        slots.checks[rows] = (
+            at = _places(rows)
+            hot = slots.words.take(at, 0)
+        cold = slots.cold_words.take(at, 0)
+        owners = owners_of(hot)
+        slots.seals[at] = seal_of(hot[:, 2], owners, cold)
+        slots.checks[at] = (
             np.array(checks, np.uint32)[hot[:, 0] >> GROUP_AT & GROUP] if len(checks) else 0
         )
         hot[:, 0] += COMMIT
         hot[:, 3] |= NO_CLIENT
-        slots.words[rows] = hot  # last: what is COMMITTED is sealed
-        self._hints.note(rows, hot, cold[:, 0])
-        for group, n in slots.count_by_group(hot):
+        slots.words[at] = hot  # last: what is COMMITTED is sealed
+        self._hints.note(rows, owners, cold[:, 0])
+        for group, n in slots.count_by_owner(owners):
             group.commits += n
             group.reserved -= n
             counters["tokens_committed"] += n * group.leading
@@ -288,6 +292,11 @@ class Catalog:
     @property
     def misses(self) -> dict[str, int]:
         return dict(self._lookup.misses)
+
+
+def _places(rows: AnyRows) -> Numbers:
+    """Rows as numpy indexes with them: else every gather and scatter would convert them anew."""
+    return np.asarray(rows, np.intp)
 
 
 def _rows(rows: Iterable[int]) -> Rows:

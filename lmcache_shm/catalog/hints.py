@@ -10,7 +10,7 @@ import numpy as np
 
 from lmcache_shm.arena.layout import U64, Rows, SlotState, word
 from lmcache_shm.catalog.namespace import Group, Namespace
-from lmcache_shm.catalog.slots import KNOWN, NAMESPACE, NUMBER, Slots
+from lmcache_shm.catalog.slots import KNOWN, NAMESPACE, Slots
 
 ROOM = 8
 """Buckets per slot, at least: one key in sixteen loses its bucket to another one when all slots are in use."""
@@ -29,9 +29,8 @@ class Hints:
         self._rows = np.zeros(buckets, np.int32)
         self._mask = word(buckets - 1)
 
-    def note(self, rows: Rows, hot: U64, keys: U64) -> None:
-        """Committed rows, their hot words, and the first words of their keys."""
-        owners = hot[:, 3] & NAMESPACE | hot[:, 0] & NUMBER
+    def note(self, rows: Rows, owners: U64, keys: U64) -> None:
+        """Committed rows, their owners (see layout.owners_of), and the first words of their keys."""
         self._rows[self._buckets(owners, keys)] = rows
 
     def find(self, space: Namespace, group: Group, keys: U64) -> Rows:

@@ -153,12 +153,13 @@ class Lookup:
             rows, ticks = rows[there], ticks[there]
         if not len(rows):
             return
-        hot = self._slots.words[rows]
+        at = rows.astype(np.intp)  # as numpy indexes: else gather and scatter would convert them
+        hot = self._slots.words.take(at, 0)
         hot[:, 1] = ticks
         hot[pinned:, 0] += PIN
         counted = hot[pinned:, 3]
         counted += HIT * ((counted & ALL_HITS) != ALL_HITS)
-        self._slots.words[rows] = hot
+        self._slots.words[at] = hot
 
     def _reason(
         self, space: Namespace, names: list[bytes], held: list[Rows], n: int, reach: int

@@ -13,7 +13,6 @@ of full attention could never be used, so it finds none either, in no group.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache
 from itertools import islice
 from typing import NamedTuple
 
@@ -55,15 +54,16 @@ class Entries(NamedTuple):
     @classmethod
     def of(
         cls, keys: bytes, parents: bytes, chunks: npt.NDArray[np.uint32],
-        token_lens: npt.NDArray[np.uint32], digests: bytes, salts: U64, client: int, now_ns: int,
+        token_bytes: int, digests: bytes, salts: U64, client: int, now_ns: int,
     ) -> "Entries":  # fmt: skip
-        identity = np.empty((len(chunks), 9), np.uint64)
-        for at, packed in ((0, keys), (2, parents), (4, digests)):
-            identity[:, at : at + 2] = np.frombuffer(packed, "<u8").reshape(-1, 2)
+        n = len(chunks)
+        identity = np.empty((n, 9), np.uint64)
+        names = np.frombuffer(b"".join((keys, parents, digests)), "<u8").reshape(3, n, 2)
+        identity[:, :6].reshape(n, 3, 2)[:] = names.transpose(1, 0, 2)
         identity[:, 6] = salts
         identity[:, 7] = now_ns
         halves = identity.view(np.uint32)
-        halves[:, 16] = token_lens
+        halves[:, 16] = token_bytes
         halves[:, 17] = chunks
         return cls(split(keys), split(parents), chunks.tolist(), identity, client)
 
@@ -114,9 +114,10 @@ class Reserver:
         found = group.index.find(wanted)
         if max(found) >= 0 or len(set(wanted)) < len(wanted):
             picks = self._missing(picks, wanted, found, out)
+            wanted = [names[i] for i in picks]
         if self._refused:
             picks = self._usable(space, group, picks, entries)
-        wanted = [names[i] for i in picks]
+            wanted = [names[i] for i in picks]
         in_use = self._in_use(space, picks, entries)
         # Where nothing is older than the newcomers, make their prefixes new and look once more.
         for renew in (False, True):
@@ -232,12 +233,17 @@ class Reserver:
 
     def _in_use(self, space: Namespace, picks: Picks, entries: Entries) -> Callable[[], Rows]:
         """The rows of the prefixes that these entries continue; looked up when they are first asked for."""
+        found: list[
+            Rows
+        ] = []  # functools.cache would cost more than all else here, and is rarely asked
 
-        @cache
         def in_use() -> Rows:
-            paths = [self._path(space, entries.parents[picks[k]]) for k in _starts(picks, entries)]
-            rows = [rows for path in paths for _, rows in _in_use_of(space, path)]
-            return np.concatenate(rows) if rows else NO_ROWS
+            if not found:
+                starts = _starts(picks, entries)
+                paths = [self._path(space, entries.parents[picks[k]]) for k in starts]
+                rows = [rows for path in paths for _, rows in _in_use_of(space, path)]
+                found.append(np.concatenate(rows) if rows else NO_ROWS)
+            return found[0]
 
         return in_use
 
@@ -267,9 +273,9 @@ class Reserver:
         """Whole rows at once: scattering each column by itself takes three times as long."""
         if not len(rows):
             return
-        words, at = self._slots.words, _place(rows)
+        words, at = self._slots.words, rows.astype(np.intp)
         self._identity[at] = entries.identity.take(picks, 0)  # the rest is the place, which stays
-        hot = words[at]
+        hot = words.take(at, 0)
         hot[:, 1] = ticks
         hot[:, 2] += ONE  # the generation
         hot[:, 3] = entries.client & 0xFFFF | space.id << 32
@@ -294,10 +300,3 @@ def _in_use_of(space: Namespace, path: list[bytes]) -> Iterator[tuple[Numbers, R
         chunks = np.arange(need.start, need.stop)
         there = rows[need.start : need.stop] >= 0
         yield chunks[there], rows[need.start : need.stop][there]
-
-
-def _place(rows: Rows) -> slice | Rows:
-    """Rows that follow each other as a slice: a view is cheaper than a gather and a scatter."""
-    first, n = int(rows[0]), len(rows)
-    together = rows[-1] == first + n - 1 and rows.tolist() == list(range(first, first + n))
-    return slice(first, first + n) if together else rows

@@ -15,6 +15,7 @@ from lmcache_shm.arena.layout import (
     SlotState,
     cold_words,
     hot_words,
+    owners_of,
     word,
 )
 from lmcache_shm.arena.segment import Arena
@@ -40,9 +41,10 @@ PARENT_AT = 16
 # Parts of the words of a hot row (see hot_words).
 STATE_AND_FLAGS, DROPPED = word(0xFFFF), word(FLAG_DROP << 8)
 GROUP_AT, GROUP = word(16), word(0xFFFF)
-KNOWN, NUMBER = word(0xFFFFFFFF), word(0xFFFF0000)  # all but the pins; the group where it stands
+KNOWN = word(0xFFFFFFFF)  # all but the pins
 PIN, NAMESPACE = word(1 << 32), word(0xFFFFFFFF << 32)
 NO_CLIENT = word(0xFFFF)
+RESERVED = word(SlotState.RESERVED)  # comparing with the enum itself costs several µs
 COMMIT = word(SlotState.COMMITTED - SlotState.RESERVED)
 ONE = word(1)
 
@@ -97,18 +99,15 @@ class Slots:
 
     def _owner(self, rows: Rows) -> U64:
         """Namespace and group of each row, for `_group`."""
-        hot = self.words.take(rows, 0)
-        owner: U64 = hot[:, 3] & NAMESPACE | hot[:, 0] & NUMBER
-        return owner
+        return owners_of(self.words.take(rows, 0))
 
     def _group(self, owner: int) -> Group | None:
         space, number = self.spaces.get(owner >> 32), owner >> 16 & 0xFFFF
         return space.groups[number] if space is not None and number < len(space.groups) else None
 
-    def count_by_group(self, hot: U64) -> Iterator[tuple[Group, int]]:
-        """How many of some rows, given as their hot words, belong to each group."""
-        owner = hot[:, 3] & NAMESPACE | hot[:, 0] & NUMBER
-        for number, n in Counter(owner.tolist()).items():
+    def count_by_owner(self, owners: U64) -> Iterator[tuple[Group, int]]:
+        """How many of some rows, given as their owners, belong to each group."""
+        for number, n in Counter(owners.tolist()).items():
             group = self._group(number)
             if group is not None:
                 yield group, n

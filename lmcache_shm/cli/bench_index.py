@@ -13,7 +13,7 @@ from lmcache_shm.arena.memory import SHM_DIR
 from lmcache_shm.arena.segment import Arena, create
 from lmcache_shm.catalog.catalog import Catalog, GroupSpec
 from lmcache_shm.catalog.hits import Full
-from lmcache_shm.cli.bench_control import Row, laps, quantiles, row
+from lmcache_shm.cli.bench_rows import Row, laps, quantiles, row
 
 SMALL, LARGE = 10_000, 1_000_000
 PROMPT = 512  # chunks
@@ -49,7 +49,6 @@ class Bench:
             keys,
             bytes(16) + keys[:-16],
             np.arange(PROMPT, dtype=np.uint32),
-            np.full(PROMPT, CHUNK * 5, np.uint32),
             bytes(16 * PROMPT),
             zeros,
             0,

@@ -158,9 +158,9 @@ class BenchEngine:
         """Put the token bytes where a reader confirms them."""
         data, offsets = self.arena.data, self.arena.cold["offset"]
         for i, row in enumerate(rows.tolist()):
-            encoded = keys.encoded[first + i // len(groups)]
+            tokens = keys.token_bytes(first + i // len(groups))
             at = int(offsets[row]) + self.registered.token_offset[groups[i % len(groups)]]
-            data[at : at + len(encoded)] = encoded
+            data[at : at + len(tokens)] = tokens
 
     def commit(self, rows: Rows) -> None:
         self.scheduler.call(Step(commit=rows.astype("<i4").tobytes()), Stepped, CALL_S)
@@ -183,15 +183,13 @@ def reservation(keys: ChunkKeys, groups: Sequence[int], first: int, end: int) ->
 
     def each(packed: bytes | bytearray) -> bytes:
         """16 bytes of every chunk, once a group."""
-        return np.repeat(np.frombuffer(packed, "V16"), g).tobytes()
+        return np.frombuffer(packed, "V16").repeat(g).tobytes()
 
-    lengths = [len(encoded) for encoded in keys.encoded[first:end]]
     return Reserve(
-        groups=np.tile(np.asarray(groups, "<u2"), n).tobytes(),
+        groups=np.array(groups, "<u2").tobytes() * n,
         keys=each(keys.keys[first * 16 : end * 16]),
         parents=each(keys.parents(first, end)),
-        chunks=np.repeat(np.arange(first, end, dtype="<u4"), g).tobytes(),
-        token_lens=np.repeat(np.asarray(lengths, "<u4"), g).tobytes(),
+        chunks=np.arange(first, end, dtype="<u4").repeat(g).tobytes(),
         digests=each(keys.digests[first * 16 : end * 16]),
-        salts=np.zeros(n * g, "<u8").tobytes(),
+        salts=bytes(8 * n * g),
     )

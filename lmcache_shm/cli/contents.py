@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
-import msgspec
 import numpy as np
 import typer
 
@@ -211,10 +210,8 @@ def _facts(arena: Arena, row: int, spaces: dict[int, Namespace]) -> dict[str, An
 
 
 def _token_ids(encoded: bytes) -> list[int]:
-    try:
-        return msgspec.msgpack.decode(encoded, type=list[int])
-    except msgspec.MsgspecError:
-        return []
+    ids: list[int] = np.frombuffer(encoded, "<u4").tolist()
+    return ids
 
 
 def _text(folder: Path, ids: list[int]) -> str:

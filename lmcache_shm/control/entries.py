@@ -7,7 +7,7 @@ import numpy as np
 from lmcache_shm.control import messages as m
 from lmcache_shm.control.session import Denied, Session
 
-_SIZES = {"groups": 2, "parents": m.KEY, "chunks": 4, "token_lens": 4, "digests": 16, "salts": 8}
+_SIZES = {"groups": 2, "parents": m.KEY, "chunks": 4, "digests": 16, "salts": 8}
 
 
 def count(packed: bytes, size: int, name: str) -> int:
@@ -27,18 +27,14 @@ def entries(session: Session, reserve: m.Reserve) -> dict[str, Any]:
         if len(getattr(reserve, name)) != n * size:
             raise Denied("invalid", f"{name}: not {n} entries of {size} bytes, as there are keys")
     groups = np.frombuffer(reserve.groups, "<u2")
-    token_lens = np.frombuffer(reserve.token_lens, "<u4")
-    group, length = max(groups.tolist(), default=0), max(token_lens.tolist(), default=0)
+    group = max(groups.tolist(), default=0)
     if group >= session.groups:
         raise Denied("invalid", f"object group {group} of {session.groups}")
-    if length > session.token_area:
-        raise Denied("invalid", f"{length} bytes of token ids; a slot has {session.token_area}")
     return {
         "groups": groups,
         "keys": reserve.keys,
         "parents": reserve.parents,
         "chunks": np.frombuffer(reserve.chunks, "<u4"),
-        "token_lens": token_lens,
         "digests": reserve.digests,
         "salts": np.frombuffer(reserve.salts, "<u8"),
     }

@@ -3,7 +3,7 @@
     ┌──────────┬──────────┬─ ─ ─ ┬───────────┬─────────────┐
     │ region 0 │ region 1 │      │ checksums │ token bytes │
     └──────────┴──────────┴─ ─ ─ ┴───────────┴─────────────┘
-      64 B aligned each            8 B × ranks   msgpack of chunk_size ids, at most
+      64 B aligned each            8 B × ranks   4 B × chunk_size
 
 Ranks that hold the same bytes (`replicas` neighbours) share a region.
 """
@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import xxhash
+
+from lmcache_shm.catalog.keys import TOKEN
 
 ALIGN = 64
 CHECKSUM_BYTES = 8
@@ -36,8 +38,8 @@ def checks_number(checked: Sequence[Checked]) -> int:
 
 
 def token_area(chunk_size: int) -> int:
-    """Most bytes that the msgpack encoding of `chunk_size` token ids below 2**32 takes."""
-    return 5 * chunk_size + 16
+    """Bytes of the token ids of one chunk."""
+    return TOKEN * chunk_size
 
 
 def slot_geometry(region_bytes: Sequence[int], replicas: int, chunk_size: int) -> SlotGeometry:

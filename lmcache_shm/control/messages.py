@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-PROTOCOL = 1
+PROTOCOL = 2
 MAX_FRAME = 16 << 20
 """Bytes of one frame's body."""
 MAX_KEYS = 128 << 10
@@ -110,7 +110,6 @@ class Reserve(Message):
     keys: bytes  # KEY bytes each
     parents: bytes  # KEY bytes each
     chunks: bytes  # u4, number of the chunk in its prefix
-    token_lens: bytes  # u4, bytes of the encoded token ids
     digests: bytes  # 16 bytes each, of the extra identity
     salts: bytes  # u8
 
@@ -205,7 +204,7 @@ class Registered(Message):
     checksum_offset: list[int] = []
     """Start of 8 bytes per rank, by group."""
     token_offset: list[int] = []
-    """Start of the encoded token ids, by group."""
+    """Start of the token ids, by group."""
 
 
 class Acquired(Message):

@@ -8,7 +8,7 @@ from lmcache_shm.arena.layout import SlotState
 from lmcache_shm.catalog.catalog import GroupSpec
 from lmcache_shm.catalog.hits import ChunkedLocal, Full, Recurrent, Rule, Window
 from lmcache_shm.control.engines import MAX_GROUPS, Engine, check_shape
-from lmcache_shm.control.geometry import SlotGeometry, checks_number, slot_geometry, token_area
+from lmcache_shm.control.geometry import SlotGeometry, checks_number, slot_geometry
 from lmcache_shm.control.messages import GroupInfo, Register, Registered
 from lmcache_shm.control.session import Denied, Session
 
@@ -49,7 +49,6 @@ def register(service: "Service", session: Session, request: Register) -> Registe
     session.namespace = namespace.id
     session.client = engine.index
     session.groups = len(request.groups)
-    session.token_area = token_area(request.chunk_size)
     if service.config.checksum != "off":
         session.checks = [checks_number(slot.checked) for slot in slots]
     if service.scrub is not None:

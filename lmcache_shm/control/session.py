@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from lmcache_shm.arena.allocator import NO_ROWS
 from lmcache_shm.control.processes import Process
 
 if TYPE_CHECKING:
@@ -37,7 +38,6 @@ class Session:
         self.namespace = -1
         self.client = -1
         self.groups = 0
-        self.token_area = 0
         self.checks: list[int] = []
         """By group, the layout of the checksums that its workers write; [] when they write none."""
         self.leases: dict[int, list[Rows]] = {}
@@ -76,6 +76,8 @@ class Session:
 
         `doubtful`: those it came back for after a broken connection are allowed, too.
         """
+        if not packed:
+            return NO_ROWS
         if len(packed) % 4:
             raise Denied("invalid", f"{what}: {len(packed)} bytes are no rows of 4 bytes")
         rows = np.frombuffer(packed, "<i4")

@@ -5,6 +5,7 @@ only released by the scheduler thread: vLLM's block pool is not thread-safe.
 """
 
 import threading
+import time
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -14,6 +15,9 @@ import numpy as np
 
 from lmcache_shm.arena.layout import RING
 from lmcache_shm.vllm.epoch import Epoch
+
+RELEASE_S = 0.05
+"""A lease waits so long for a message that it can go with: no round trip between a load and its first token."""
 
 
 @dataclass(eq=False, slots=True)
@@ -37,9 +41,17 @@ class Settlement:
     abort: list[int] = field(default_factory=list)
     release: list[int] = field(default_factory=list)
     """Leases."""
+    since: float = 0.0
+    """When the oldest of them was given back, monotonic."""
 
     def __bool__(self) -> bool:
         return bool(self.commit or self.abort or self.release)
+
+    @property
+    def can_wait(self) -> bool:
+        """Whether it is not worth a message of its own yet."""
+        alone = self.release and not (self.commit or self.abort)
+        return bool(alone) and time.monotonic() - self.since < RELEASE_S
 
 
 class StoreBook:
@@ -52,6 +64,7 @@ class StoreBook:
         self.ended: deque[StoreJob] = deque()
         """No copy reads their blocks any more, but the block pool does not know yet."""
         self._released: list[int] = []  # leases to give back
+        self._since = 0.0  # when the first of them came
 
     @property
     def busy(self) -> bool:
@@ -92,9 +105,17 @@ class StoreBook:
                     self._jobs[number].refused |= ranks
 
     def give_back(self, lease: int) -> None:
-        """Release a lease with the next message."""
+        """Release a lease with the next message, or by one of its own after RELEASE_S."""
         with self._lock:
+            if not self._released:
+                self._since = time.monotonic()
             self._released.append(lease)
+
+    def put_off(self, message: Settlement) -> None:
+        """Its leases are released another time."""
+        with self._lock:
+            self._released[:0] = message.release
+            self._since = message.since
 
     def settle(self, epoch: Epoch | None) -> Settlement:
         """Look at the boards; what is to be told to the server of `epoch` now, each thing once.
@@ -114,6 +135,7 @@ class StoreBook:
                     for group, key in job.keys:
                         epoch.remember(group, key)
             message.release, self._released = self._released, []
+            message.since = self._since
         return message
 
     def ended_blocks(self) -> list[Any]:

@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lmcache_shm.arena.layout import SlotState
-from lmcache_shm.catalog.keys import KEY, ChunkKeys
+from lmcache_shm.catalog.keys import KEY, ChunkKeys, same_tokens
 from lmcache_shm.control.client import CacheClient
 from lmcache_shm.control.messages import Acquired
 from lmcache_shm.vllm.epoch import Epoch
@@ -75,6 +75,7 @@ def confirm(hit: Hit, keys: ChunkKeys) -> bool:
     """Whether every pinned slot holds exactly this prefix: namespace, key, token ids and extra identity."""
     epoch = hit.epoch
     arena = epoch.arena
+    known = memoryview(keys.tokens)
     all_keys = np.frombuffer(bytes(keys.keys), "<u8").reshape(-1, 2)
     digests = np.frombuffer(bytes(keys.digests), "<u8").reshape(-1, 2)
     for group, rows in enumerate(hit.rows):
@@ -82,20 +83,17 @@ def confirm(hit: Hit, keys: ChunkKeys) -> bool:
             continue
         chunks = slice(hit.first[group], hit.first[group] + len(rows))
         hot, cold = arena.hot[rows], arena.cold[rows]
-        encoded = keys.encoded[chunks]
         alike = (
             (hot["state"] == SlotState.COMMITTED).all()
             and (hot["namespace"] == epoch.namespace).all()
             and (hot["group"] == group).all()
             and (cold["key"] == all_keys[chunks]).all()
             and (cold["extra_digest"] == digests[chunks]).all()
-            and cold["token_bytes"].tolist() == list(map(len, encoded))
+            and (cold["token_bytes"] == keys.chunk_bytes).all()
         )
         if not alike:
             return False
-        data, token_offset = arena.data, epoch.token_offset[group]
-        for offset, tokens in zip(cold["offset"].tolist(), encoded, strict=True):
-            start = offset + token_offset
-            if data[start : start + len(tokens)] != tokens:
-                return False
+        tokens = known[chunks.start * keys.chunk_bytes : chunks.stop * keys.chunk_bytes]
+        if not same_tokens(arena.data, cold["offset"] + epoch.token_offset[group], tokens):
+            return False
     return True

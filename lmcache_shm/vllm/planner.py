@@ -179,19 +179,17 @@ class Batch:
     def _pack(self) -> Reserve:
         entries = self._entries
         n = len(entries)
-        keys, parents, digests, lengths = [], [], [], []
+        keys, parents, digests = [], [], []
         for state, c in entries:
             known, at = state.extend(c.chunk + 1), c.chunk * KEY
             keys.append(known.keys[at : at + KEY])
             parents.append(known.keys[at - KEY : at] if at else known.seed)
             digests.append(known.digests[at : at + KEY])
-            lengths.append(len(known.encoded[c.chunk]))
         return Reserve(
             groups=struct.pack(f"<{n}H", *(c.group for _, c in entries)),
             keys=b"".join(keys),
             parents=b"".join(parents),
             chunks=struct.pack(f"<{n}I", *(c.chunk for _, c in entries)),
-            token_lens=struct.pack(f"<{n}I", *lengths),
             digests=b"".join(digests),
             salts=struct.pack(f"<{n}Q", *(state.salt for state, _ in entries)),
         )
@@ -232,7 +230,7 @@ class Batch:
         generations = arena.hot["generation"][rows].tolist()
         copies, held, marks = [], [], []
         for (row, c), offset, generation in zip(granted, offsets, generations, strict=True):
-            tokens = keys.encoded[c.chunk]
+            tokens = keys.token_bytes(c.chunk)
             at = offset + epoch.token_offset[c.group]
             arena.data[at : at + len(tokens)] = tokens
             copies.append(SlotCopy(row, offset, generation, c.group, c.runs))

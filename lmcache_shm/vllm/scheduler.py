@@ -217,7 +217,9 @@ class SchedulerSide:
         if epoch is not None and self.start.writes:
             batch = self.planner.plan(output, epoch, self._requests, self.pool)
         if batch is None:
-            if message:
+            if message.can_wait:
+                self.book.put_off(message)
+            elif message:
                 self.client.step(None, message.commit, message.abort, message.release)
             return
         answer = self.client.step(batch.reserve, message.commit, message.abort, message.release)

@@ -153,7 +153,6 @@ class Engine:
             b"".join(keys.key(c) for _, c in wanted),
             b"".join(keys.key(c - 1) if c else keys.seed for _, c in wanted),
             np.array([c for _, c in wanted], "<u4").tobytes(),
-            np.array([len(keys.encoded[c]) for _, c in wanted], "<u4").tobytes(),
             bytes(KEY * n),
             bytes(8 * n),
         )
@@ -170,7 +169,7 @@ class Engine:
         items = []
         for row, g, c in rows:
             at = int(arena.cold["offset"][row]) + registration.token_offset[g]
-            arena.data[at : at + len(keys.encoded[c])] = keys.encoded[c]
+            arena.data[at : at + keys.chunk_bytes] = keys.token_bytes(c)
             items.append((row, int(arena.hot["generation"][row]), g, keys.key(c)))
         finished = [row for row, _, _ in rows]
         if self.options.get("hasty"):  # negative control: commit before the copies are done

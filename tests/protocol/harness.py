@@ -213,13 +213,11 @@ class Prefix:
     def reserve(self, groups: int = len(GROUPS)) -> Reserve:
         """All chunks in all groups; group after group."""
         n = self.chunks
-        lengths = np.array([len(e) for e in self.encoded], "<u4")
         return Reserve(
             groups=np.repeat(np.arange(groups, dtype="<u2"), n).tobytes(),
             keys=self.keys * groups,
             parents=self.parents * groups,
             chunks=np.tile(np.arange(n, dtype="<u4"), groups).tobytes(),
-            token_lens=np.tile(lengths, groups).tobytes(),
             digests=bytes(16 * n * groups),
             salts=bytes(8 * n * groups),
         )

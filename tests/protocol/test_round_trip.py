@@ -150,7 +150,7 @@ def test_slots_hold_the_regions_of_all_ranks_without_overlap(lasting):
     assert answer.region_offsets == [[0, 0, 128, 128], [0, 0, 64, 64]]
     assert answer.checksum_offset == [128 + 384, 64]
     assert answer.token_offset == [512 + 8 * 4, 64 + 8 * 4]
-    assert answer.slot_bytes == [at + 5 * CHUNK + 16 for at in answer.token_offset]
+    assert answer.slot_bytes == [at + 4 * CHUNK for at in answer.token_offset]
 
 
 def test_clear_forgets_one_namespace_or_one_salt(lasting, one):

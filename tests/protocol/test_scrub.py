@@ -277,7 +277,7 @@ class Alone:
         prefix = Prefix(number, 1)
         one, word = np.zeros(1, np.uint32), np.zeros(1, np.uint64)
         rows = self.catalog.reserve(
-            self.space.id, np.zeros(1, np.uint16), prefix.keys, prefix.parents, one, one, bytes(16), word, 0
+            self.space.id, np.zeros(1, np.uint16), prefix.keys, prefix.parents, one, bytes(16), word, 0
         )  # fmt: skip
         start = int(self.arena.cold["offset"][rows[0]])
         region = self.arena.data_array[start : start + self.SIZE]

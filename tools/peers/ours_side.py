@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from lmcache_shm.catalog.keys import ChunkKeys, seed
+from lmcache_shm.catalog.keys import ChunkKeys, same_tokens, seed
 from lmcache_shm.cli.bench_shapes import TORCH_OFFSET
 from lmcache_shm.config import connector_config
 from lmcache_shm.control.client import CacheClient, WorkerClient
@@ -111,13 +111,11 @@ class Cache:
         self, keys: ChunkKeys, first: int, last: int, commit: list[int] | None = None
     ) -> list[int]:
         n = last - first
-        encoded = keys.encoded[first:last]
         request = Reserve(
             bytes(2 * n),
             bytes(keys.keys[16 * first : 16 * last]),
             keys.parents(first, last),
             np.arange(first, last, dtype=np.uint32).tobytes(),
-            np.array([len(e) for e in encoded], dtype=np.uint32).tobytes(),
             bytes(keys.digests[16 * first : 16 * last]),
             bytes(8 * n),
         )
@@ -126,8 +124,8 @@ class Cache:
         rows = np.frombuffer(stepped.rows, dtype=np.int32)
         assert (rows >= 0).all(), rows
         at = self.arena.cold["offset"][rows] + self.place.token_offset[0]
-        for start, tokens in zip(at.tolist(), encoded, strict=True):
-            self.data[start : start + len(tokens)] = tokens
+        for start, chunk in zip(at.tolist(), range(first, last), strict=True):
+            self.data[start : start + keys.chunk_bytes] = keys.token_bytes(chunk)
         return rows.tolist()
 
     def _copy(self, kind: Any, rows: list[int], first: int) -> None:
@@ -158,13 +156,11 @@ class Cache:
         rows = (
             np.frombuffer(answer.rows[0], dtype=np.int32) if answer.rows else np.empty(0, np.int32)
         )
-        at = (self.arena.cold["offset"][rows] + self.place.token_offset[0]).tolist()
-        usable = 0
-        for start, tokens in zip(at, keys.encoded[: answer.n_chunks], strict=True):
-            if self.data[start : start + len(tokens)] != tokens:
-                break
-            usable += 1
-        return rows.tolist()[:usable], time.perf_counter() - began, answer.lease
+        at = self.arena.cold["offset"][rows] + self.place.token_offset[0]
+        tokens = memoryview(keys.tokens)[: answer.n_chunks * keys.chunk_bytes]
+        if not same_tokens(self.arena.data, at, tokens):
+            return [], time.perf_counter() - began, answer.lease
+        return rows.tolist(), time.perf_counter() - began, answer.lease
 
     def retrieve(self, ids: list[int]) -> float:
         """Lookup, copy and release; seconds."""

@@ -81,7 +81,6 @@ def reserve_all(
             prefix.parents[chunk * k.KEY : (chunk + 1) * k.KEY] for prefix, chunk, _ in entries
         ),
         chunks=np.array([chunk for _, chunk, _ in entries], "<u4"),
-        token_lens=np.array([len(prefix.encoded[chunk]) for prefix, chunk, _ in entries], "<u4"),
         digests=bytes(k.KEY * len(entries)),
         salts=np.array([prefix.salt for prefix, _, _ in entries], "<u8"),
         client=client,

@@ -30,7 +30,7 @@ class Load:
         began = time.thread_time()
         rows = self.catalog.reserve(
             self.space.id, np.zeros(n, "<u2"), keys, self.space.key + keys[:-16],
-            np.arange(n, dtype="<u4"), np.zeros(n, "<u4"), bytes(16 * n), np.zeros(n, "<u8"), 0,
+            np.arange(n, dtype="<u4"), bytes(16 * n), np.zeros(n, "<u8"), 0,
         )  # fmt: skip
         return rows, time.thread_time() - began
 

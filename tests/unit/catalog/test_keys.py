@@ -1,16 +1,18 @@
 """Chain keys: the same bytes everywhere, and different ones wherever anything differs."""
 
+import mmap
 import subprocess
 import sys
 import time
 
-import msgspec
+import numpy as np
 import pytest
 import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
 from lmcache_shm.catalog import keys as k
+from lmcache_shm.control.geometry import token_area
 
 SEED = k.seed(b"namespace")
 TOKENS = st.lists(st.integers(0, 2**32 - 1), min_size=0, max_size=70)
@@ -20,7 +22,7 @@ def by_hand(tokens: list[int], size: int, extras: dict[int, bytes]) -> list[byte
     """The definition, written down once more."""
     parent, found = SEED, []
     for i in range(len(tokens) // size):
-        chunk = msgspec.msgpack.encode(tokens[i * size : (i + 1) * size])
+        chunk = b"".join(t.to_bytes(4, "little") for t in tokens[i * size : (i + 1) * size])
         parent = xxhash.xxh3_128(parent + chunk + extras.get(i, b"")).digest()
         found.append(parent)
     return found
@@ -40,13 +42,14 @@ def test_keys_do_not_depend_on_the_steps_in_which_tokens_become_known(tokens, si
     expected = by_hand(tokens, size, extras)
 
     assert b"".join(expected) == request.keys
-    assert len(request) == len(expected) == len(request.encoded)
+    assert len(request) == len(expected)
     assert (
         b"".join(k.extra_digest(extras.get(i, b"")) for i in range(len(expected)))
         == request.digests
     )
     assert b"".join([SEED, *expected][:-1]) == request.parents()
     assert [request.key(i) for i in range(len(request))] == expected
+    assert request.tokens == k.encode_tokens(tokens[: len(expected) * size])
     for first in range(len(request)):
         assert request.parents(first, first + 1) == ([SEED, *expected])[first]
 
@@ -55,13 +58,80 @@ def test_chain_and_chunk_keys_agree():
     request = k.ChunkKeys(SEED, 4)
     request.extend(list(range(17)), None, lambda i: b"x" if i == 2 else b"")
 
-    assert k.chain(SEED, request.encoded, [b"", b"", b"x", b""]) == request.keys
+    encoded = [request.token_bytes(i) for i in range(4)]
+    assert encoded == [k.encode_tokens(range(4 * i, 4 * i + 4)) for i in range(4)]
+    assert k.chain(SEED, encoded, [b"", b"", b"x", b""]) == request.keys
     assert k.chain(SEED, []) == b""
 
 
-@given(TOKENS, TOKENS, st.binary(max_size=8), st.binary(max_size=8))
-def test_tokens_and_extras_never_run_together(a, b, extra_a, extra_b):
-    """Different (tokens, extra) hash different bytes."""
+@pytest.mark.parametrize("size", [1000, k.PIECE, k.PIECE + 1])
+def test_keys_do_not_depend_on_how_many_tokens_are_encoded_at_a_time(size):
+    tokens = [i * 7919 % 150_000 for i in range(3 * k.PIECE + 5)]
+    request = k.ChunkKeys(SEED, size)
+    request.extend(tokens[:size])
+    request.extend(tokens)
+
+    assert request.keys == b"".join(by_hand(tokens, size, {}))
+    assert request.tokens == k.encode_tokens(tokens[: len(request) * size])
+
+
+@pytest.mark.parametrize("token", [-1, 2**32])
+def test_what_is_no_token_id_leaves_the_keys_as_they_were(token):
+    request = k.ChunkKeys(SEED, 2)
+    request.extend([1, 2])
+    before = request.keys[:], request.tokens[:], request.digests[:]
+
+    with pytest.raises(OverflowError):
+        request.extend([1, 2, 3, token])
+
+    assert (request.keys, request.tokens, request.digests) == before
+
+
+@pytest.fixture
+def stored():
+    """Three chunks of 8 tokens, somewhere in 4 KiB; their places and packed token bytes."""
+    data = mmap.mmap(-1, 4096)
+    tokens = k.encode_tokens(range(24))
+    places = np.array([4096 - 32, 100, 1000], np.uint64)
+    for i, at in enumerate(places.tolist()):
+        data[at : at + 32] = tokens[32 * i : 32 * (i + 1)]
+    return data, places, tokens
+
+
+def test_token_bytes_in_slots_are_compared(stored):
+    data, places, tokens = stored
+
+    assert k.same_tokens(data, places, tokens)
+    assert k.same_tokens(data, places[:0], b"")
+    assert k.same_tokens(data, places[1:], memoryview(tokens)[32:])
+
+
+@pytest.mark.parametrize("at", [4064, 4095, 100, 131, 1016])
+def test_one_changed_byte_is_noticed(stored, at):
+    data, places, tokens = stored
+    data[at] ^= 0x80
+
+    assert not k.same_tokens(data, places, tokens)
+
+
+def test_token_bytes_that_are_elsewhere_or_fewer_are_not_the_same(stored):
+    data, places, tokens = stored
+
+    assert not k.same_tokens(data, places[::-1], tokens)
+    assert not k.same_tokens(data, places[:0], tokens)
+    assert not k.same_tokens(data, places + np.uint64(1), tokens)  # beyond the end
+    assert not k.same_tokens(data, places + np.uint64(1 << 40), tokens)
+
+
+PAIRS = st.integers(0, 9).flatmap(
+    lambda n: st.tuples(*[st.lists(st.integers(0, 2**32 - 1), min_size=n, max_size=n)] * 2)
+)
+
+
+@given(PAIRS, st.binary(max_size=8), st.binary(max_size=8))
+def test_tokens_and_extras_never_run_together(pair, extra_a, extra_b):
+    """Different (as many tokens, extra) hash different bytes."""
+    a, b = pair
     same = (a, extra_a) == (b, extra_b)
 
     assert same == (k.encode_tokens(a) + extra_a == k.encode_tokens(b) + extra_b)
@@ -112,9 +182,8 @@ def test_no_salt_is_zero_and_a_salt_is_not():
 
 
 def test_token_bytes_stay_within_their_area():
-    """Five bytes an id below 2**32, and a head of at most five."""
-    assert len(k.encode_tokens([2**32 - 1] * 4096)) <= 5 * 4096 + 16
-    assert len(k.encode_tokens([2**32 - 1] * 70000)) <= 5 * 70000 + 16
+    for tokens in ([0] * 4096, [2**32 - 1] * 4096):
+        assert len(k.encode_tokens(tokens)) == token_area(4096)
 
 
 @pytest.mark.parametrize("chunk", [256, 2048])

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from lmcache_shm.arena import segment
 from lmcache_shm.arena.clients import ClientRecord, erase_client, start_time, write_client
 from lmcache_shm.arena.layout import FLAG_DROP, SlotState
-from lmcache_shm.catalog import keys as k
 from lmcache_shm.catalog.catalog import Catalog, CatalogError
 from lmcache_shm.catalog.hits import Full, Recurrent, Window
 from tests.unit.catalog import rig
@@ -330,8 +329,7 @@ def test_adopting_is_quick():
             keys = os.urandom(16 * count)
             rows = catalog.reserve(
                 space.id, np.zeros(count, "<u2"), keys, space.key + keys[:-16],
-                np.arange(count, dtype="<u4"), np.zeros(count, "<u4"), bytes(16 * count),
-                np.zeros(count, "<u8"), 0,
+                np.arange(count, dtype="<u4"), bytes(16 * count), np.zeros(count, "<u8"), 0,
             )  # fmt: skip
             catalog.commit(rows)
         used = catalog.snapshot()["arena"]["slots"]["used"]
@@ -351,4 +349,4 @@ def test_key_of_rows_is_what_clients_hash(arena):
 
     assert arena.cold["key"][row].tobytes() == prefix.key(2)
     assert arena.cold["parent"][row].tobytes() == prefix.key(1)
-    assert arena.cold["token_bytes"][row] == len(k.encode_tokens([2, *b"a"]))
+    assert arena.cold["token_bytes"][row] == 4 * catalog._slots.spaces[1].chunk_size

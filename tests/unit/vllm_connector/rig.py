@@ -73,7 +73,6 @@ class DirectClient:
             keys=reserve.keys,
             parents=reserve.parents,
             chunks=np.frombuffer(reserve.chunks, "<u4"),
-            token_lens=np.frombuffer(reserve.token_lens, "<u4"),
             digests=reserve.digests,
             salts=np.frombuffer(reserve.salts, "<u8"),
             client=0,

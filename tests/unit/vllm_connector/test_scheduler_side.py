@@ -7,9 +7,10 @@ import pytest
 
 from lmcache_shm.arena.layout import SlotState
 from lmcache_shm.catalog.keys import encode_tokens
+from lmcache_shm.vllm import book
 from lmcache_shm.vllm.metadata import RefusedStores
 
-from .rig import TOKENS_AT, rig_of
+from .rig import TOKENS_AT, Rig, rig_of
 from .worlds import full, state, window
 
 PROMPT = list(range(1, 301))  # two chunks of 128 and 44 tokens
@@ -497,6 +498,43 @@ def test_pins_last_until_the_workers_have_reported() -> None:
         rig.step({})
 
         assert rig.pins == 0
+
+
+def loaded(rig: Rig) -> None:
+    """Request b got two chunks from the arena, and the workers say so."""
+    rig.store(rig.request("a", PROMPT))
+    request = rig.request("b", PROMPT)
+    rig.side.matched_tokens(request, 0)
+    rig.side.allocated(request, rig.give_blocks(request, 256), 256)
+    rig.step({})
+    rig.client.asked.clear()
+    rig.side.output(finished("b"))
+
+
+def test_a_lease_goes_with_the_next_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is no round trip of its own between a load and the first token."""
+    monkeypatch.setattr(book, "RELEASE_S", 60.0)
+    with rig_of(full(32)) as rig:
+        loaded(rig)
+        rig.step({})
+        rig.step({})
+        assert (rig.pins, rig.client.asked) == (2, [])
+
+        rig.prefill(rig.request("c", [*PROMPT[:-1], 7, 8]))
+
+        assert (rig.pins, rig.client.asked) == (0, ["step"])
+
+
+def test_a_lease_is_not_put_off_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(book, "RELEASE_S", 0.05)
+    with rig_of(full(32)) as rig:
+        loaded(rig)
+        end = time.monotonic() + 10
+        while rig.pins and time.monotonic() < end:
+            rig.step({})  # the engine goes on: the settler's thread does not step in
+            time.sleep(0.002)
+
+        assert (rig.pins, rig.client.asked) == (0, ["step"])
 
 
 def test_vllm_may_ask_about_allocation_twice() -> None:
