@@ -37,9 +37,11 @@ class Hints:
         """Committed rows of keys, u64[n, 2]; -1 where there may be one nevertheless."""
         owner = space.id << 32 | group.number << 16
         rows = self._rows.take(self._buckets(word(owner), keys[:, 0]))
-        hot, found = self._slots.words.take(rows, 0), self._slots.keys[rows]
-        right = hot[:, 0] & KNOWN == SlotState.COMMITTED | group.number << 16
-        right &= hot[:, 3] & NAMESPACE == space.id << 32
+        at = rows.astype(np.intp)  # as numpy indexes: else each gather would convert
+        hot = self._slots.words.take(at, 0)
+        found = self._slots.keys[at].view(np.uint64).reshape(-1, 2)
+        right = hot[:, 0] & KNOWN == word(SlotState.COMMITTED | group.number << 16)
+        right &= hot[:, 3] & NAMESPACE == word(space.id << 32)
         right &= found[:, 0] == keys[:, 0]
         right &= found[:, 1] == keys[:, 1]
         return np.where(right, rows, _NOT_FOUND)

@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 import numpy as np
+import numpy.typing as npt
 
 from lmcache_shm.arena.allocator import SlabAllocator
 from lmcache_shm.arena.layout import (
@@ -72,7 +73,9 @@ class Slots:
         # Views made once: to look up a field of a structured array costs as much as to read a few rows of it.
         hot, cold = arena.hot, arena.cold
         self.words, self.cold_words = hot_words(hot), cold_words(cold)
-        self.keys, self.seals, self.checks = cold["key"], cold["seal"], cold["checks"]
+        self.keys: npt.NDArray[np.void] = cold["key"].view(f"V{KEY}")[:, 0]
+        """As wholes: gathered several times as fast as pairs of words."""
+        self.seals, self.checks = cold["seal"], cold["checks"]
         self.state, self.flags, self.pins = hot["state"], hot["flags"], hot["pins"]
         self.ticks: U64 = hot["tick"]
         self._parents = arena.regions.cold + PARENT_AT
@@ -121,7 +124,7 @@ class Slots:
     def evict(self, rows: Rows) -> None:
         """Committed, unpinned rows leave: out of the index, FREE, remembered as ghosts."""
         keys = self.keys[rows]
-        self.ghosts.add(keys)
+        self.ghosts.add(keys.view(np.uint64).reshape(-1, 2))
         by_owner: dict[int, list[bytes]] = {}
         for owner, key in zip(self._owner(rows).tolist(), split(keys.tobytes()), strict=True):
             by_owner.setdefault(owner, []).append(key)
