@@ -36,7 +36,7 @@ def encode_tokens(token_ids: Sequence[int]) -> bytes:
 
 
 def same_tokens(
-    data: mmap.mmap, places: npt.NDArray[np.uint64], tokens: bytes | bytearray | memoryview
+    data: mmap.mmap, places: npt.NDArray[np.uint64], tokens: bytes | memoryview
 ) -> bool:
     """Whether the token bytes of n chunks stand at `places`, u64[n] byte offsets in `data`; `tokens`: those of all, packed."""
     if not len(places):
@@ -78,10 +78,24 @@ def chain(parent: bytes, encoded: Sequence[bytes], extras: Sequence[bytes] = ())
     return bytes(keys)
 
 
+def _encode(token_ids: Sequence[int], start: int, end: int) -> "array[int]":
+    """Token ids [start, end) as u32."""
+    if start == 0 and isinstance(token_ids, list) and len(token_ids) - end < PIECE:
+        ids = array("I", token_ids)  # a slice first would cost a fifth more
+        del ids[end:]
+        return ids
+    ids = array("I")
+    for at in range(
+        start, end, PIECE
+    ):  # a slice of everything would need fresh pages from the kernel
+        ids += array("I", token_ids[at : min(at + PIECE, end)])
+    return ids
+
+
 class ChunkKeys:
     """The keys of one request, extended as its tokens become known. Append-only.
 
-    Packed, for each chunk: `keys` and `digests`, KEY bytes; `tokens`, `chunk_bytes` bytes of token ids.
+    Packed, for each chunk: `keys` and `digests`, KEY bytes. `tokens`: the token ids of the chunks, u32.
     """
 
     __slots__ = ("chunk_bytes", "chunk_size", "digests", "keys", "seed", "tokens")
@@ -91,7 +105,7 @@ class ChunkKeys:
         self.chunk_size = chunk_size
         self.chunk_bytes = TOKEN * chunk_size
         self.keys = bytearray()
-        self.tokens = bytearray()
+        self.tokens = array("I")
         self.digests = bytearray()
 
     def __len__(self) -> int:
@@ -115,15 +129,10 @@ class ChunkKeys:
         if end <= done:
             return done
         parent = self.key(done - 1) if done else self.seed
-        tokens = bytearray(self.chunk_bytes * (end - done))
+        tokens = _encode(token_ids, done * size, end * size)
         keys: list[bytes] = []
         digests: list[bytes] = []
-        with memoryview(tokens) as encoded:
-            # Many ids in one call, but not so many that it needs fresh pages from the kernel.
-            for first in range(done * size, end * size, PIECE):
-                ids = array("I", token_ids[first : min(first + PIECE, end * size)])
-                at = TOKEN * (first - done * size)
-                encoded[at : at + TOKEN * len(ids)] = memoryview(ids).cast("B")
+        with memoryview(tokens).cast("B") as encoded:
             for chunk in range(done, end):
                 at = self.chunk_bytes * (chunk - done)
                 if extra_of is None:
@@ -137,7 +146,7 @@ class ChunkKeys:
         if done:
             self.tokens += tokens
         else:
-            self.tokens = tokens  # of a whole prompt: not copied
+            self.tokens = tokens  # of a whole prompt: not copied again
         self.digests += b"".join(digests) if digests else bytes(KEY * (end - done))
         self.keys += b"".join(keys)
         return end
@@ -146,9 +155,10 @@ class ChunkKeys:
         """KEY bytes of one chunk."""
         return bytes(self.keys[chunk * KEY : (chunk + 1) * KEY])
 
-    def token_bytes(self, chunk: int) -> bytearray:
-        """`chunk_bytes` bytes of one chunk."""
-        return self.tokens[chunk * self.chunk_bytes : (chunk + 1) * self.chunk_bytes]
+    def token_bytes(self, chunk: int, end: int | None = None) -> memoryview:
+        """`chunk_bytes` bytes a chunk of one chunk, or of chunks [chunk, end)."""
+        end = chunk + 1 if end is None else end
+        return memoryview(self.tokens)[chunk * self.chunk_size : end * self.chunk_size].cast("B")
 
     def parents(self, first: int = 0, end: int | None = None) -> bytes:
         """Parent keys of chunks [first, end), packed."""

@@ -186,7 +186,7 @@ def look_up(engine: BenchEngine, tokens: list[int], rounds: int) -> list[Row]:
         hit = engine.acquire(keys, TOKENS + 1)
         answered = time.perf_counter()
         found = np.frombuffer(hit.rows[0], "<i4")
-        if not same_tokens(data, cold["offset"][found] + token_offset, keys.tokens):
+        if not same_tokens(data, cold["offset"][found] + token_offset, keys.token_bytes(0, CHUNKS)):
             raise RuntimeError("a chunk is not what was stored")
         if cold["extra_digest"][found].any() or not hot["pins"][found].all():
             raise RuntimeError("a chunk has another identity, or is not pinned")

@@ -75,7 +75,6 @@ def confirm(hit: Hit, keys: ChunkKeys) -> bool:
     """Whether every pinned slot holds exactly this prefix: namespace, key, token ids and extra identity."""
     epoch = hit.epoch
     arena = epoch.arena
-    known = memoryview(keys.tokens)
     all_keys = np.frombuffer(bytes(keys.keys), "<u8").reshape(-1, 2)
     digests = np.frombuffer(bytes(keys.digests), "<u8").reshape(-1, 2)
     for group, rows in enumerate(hit.rows):
@@ -93,7 +92,7 @@ def confirm(hit: Hit, keys: ChunkKeys) -> bool:
         )
         if not alike:
             return False
-        tokens = known[chunks.start * keys.chunk_bytes : chunks.stop * keys.chunk_bytes]
+        tokens = keys.token_bytes(chunks.start, chunks.stop)
         if not same_tokens(arena.data, cold["offset"] + epoch.token_offset[group], tokens):
             return False
     return True

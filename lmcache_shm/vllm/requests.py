@@ -73,7 +73,9 @@ class RequestState:
         if keys is None:
             raise RuntimeError("enter() comes first")
         if len(keys) < chunks:
-            keys.extend(self.request.all_token_ids, chunks, self.extra)
+            tokens = self.request.all_token_ids
+            # The list behind vLLM's read-only view, where there is one: it need not be copied.
+            keys.extend(getattr(tokens, "_x", tokens), chunks, self.extra)
         return keys
 
     def advance(self, chunk: int) -> None:

@@ -157,7 +157,7 @@ class Cache:
             np.frombuffer(answer.rows[0], dtype=np.int32) if answer.rows else np.empty(0, np.int32)
         )
         at = self.arena.cold["offset"][rows] + self.place.token_offset[0]
-        tokens = memoryview(keys.tokens)[: answer.n_chunks * keys.chunk_bytes]
+        tokens = keys.token_bytes(0, answer.n_chunks)
         if not same_tokens(self.arena.data, at, tokens):
             return [], time.perf_counter() - began, answer.lease
         return rows.tolist(), time.perf_counter() - began, answer.lease
