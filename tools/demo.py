@@ -18,10 +18,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import msgspec
 from rich.console import Console
 from rich.table import Table
 
+from lmcache_shm.catalog.keys import encode_tokens
 from tools.scratch import scratch_folder
 from tools.server_process import Server, ServerError
 from tools.tiny_models import FAMILIES
@@ -87,7 +87,7 @@ class Demo:
         ends = {}
         for row in table.rows():
             chunk = int(table.cold["chunk"][row])
-            ids = msgspec.msgpack.encode(PROMPTS[0][chunk * size : (chunk + 1) * size])
+            ids = encode_tokens(PROMPTS[0][chunk * size : (chunk + 1) * size])
             ends[row] = max(table.payload(row).tobytes().rfind(ids), 0)
         for row, end in ends.items():
             table.flip(row, end)

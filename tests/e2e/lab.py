@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import msgspec
 import pytest
 
 from tests import leftovers
@@ -177,12 +176,12 @@ class Lab:
         """Where in the slot the pages end and the token ids begin: found by looking for the ids."""
         chunk = int(table.cold["chunk"][row])
         size = self.bench.chunk
-        ids = msgpack_ids(self.prompts[name][chunk * size : (chunk + 1) * size])
+        ids = token_bytes(self.prompts[name][chunk * size : (chunk + 1) * size])
         at = table.payload(row).tobytes().rfind(ids)
         assert at > 0, f"slot {row} does not hold the token ids of chunk {chunk} of {name!r}"
         return at
 
 
-def msgpack_ids(ids: Sequence[int]) -> bytes:
+def token_bytes(ids: Sequence[int]) -> bytes:
     """How a slot keeps its token ids."""
-    return msgspec.msgpack.encode(list(ids))
+    return b"".join(token.to_bytes(4, "little") for token in ids)

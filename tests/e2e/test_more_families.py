@@ -8,7 +8,7 @@ import os
 
 import pytest
 
-from tests.e2e.lab import FULL, LONG, NEW, SLIDING, STATE, TOLERANCE, Bench, msgpack_ids
+from tests.e2e.lab import FULL, LONG, NEW, SLIDING, STATE, TOLERANCE, Bench, token_bytes
 from tests.e2e.predict import Rule, World
 from tests.unit import recipe_tables
 from tools.server_process import Server, Table
@@ -102,6 +102,6 @@ def page_bytes(table: Table, row: int, size: int, computed: list[list[int]]) -> 
     start = int(table.cold["chunk"][row]) * size
     payload = table.payload(row).tobytes()
     holders = [ids[start : start + size] for ids in computed if len(ids) >= start + size]
-    end = max(payload.rfind(msgpack_ids(ids)) for ids in holders)
+    end = max(payload.rfind(token_bytes(ids)) for ids in holders)
     assert end > 0
     return end
