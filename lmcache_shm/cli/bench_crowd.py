@@ -14,8 +14,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from itertools import chain
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -72,45 +72,54 @@ def echo_peers() -> Iterator[list[socket.socket]]:
                 process.terminate()
 
 
+class Crowd(NamedTuple):
+    """Many clients against the p50 of one that is alone: round trips a second, p99 of the slowest at both rates."""
+
+    rate: float
+    never_pausing: float
+    paced: float
+
+    @classmethod
+    def of(cls, sockets: list[socket.socket], rounds: int) -> "Crowd":
+        """Driven from this one thread."""
+        message = bytes(frame(Step()))
+
+        def alone() -> None:
+            sockets[0].sendall(message)
+            sockets[0].recv(65536)
+
+        laps(alone, 500)
+        idle = quantiles(laps(alone, 200 * rounds), 1e-6)[0]
+        rate, waits = saturated(sockets, 200 * rounds)
+        paced = at_rate(sockets, PACED_RATE, 200 * rounds * len(sockets))
+        worst = [max(quantiles(each, 1e-6)[1] for each in found) / idle for found in (waits, paced)]
+        return cls(rate, *worst)
+
+
 def run(server: PrivateServer, rounds: int, step: Callable[[str], None]) -> list[Row]:
-    """Driven from one thread: as fast as the clients can, then at a fixed rate."""
+    """As fast as the clients can, then at a fixed rate; each beside a bare echo."""
     step(f"{CLIENTS} clients")
     hello = Hello(PROTOCOL, "tool", "", os.getpid())
     clients = [Connection.open(server.socket, hello) for _ in range(CLIENTS)]
     try:
-        sockets = [client.sock for client in clients]
-        rate, waits = saturated(sockets, 200 * rounds)
-        ours = slowest(sockets, rounds)
+        ours = Crowd.of([client.sock for client in clients], rounds)
     finally:
         for client in clients:
             client.close()
     step(f"a bare echo for {CLIENTS} clients")
     with echo_peers() as peers:
-        echo = slowest(peers, rounds)
-    paced = f"{CLIENTS} clients, {PACED_RATE:,} round trips a second"
-    never_pause = f"{CLIENTS} clients that never pause"
+        echo = Crowd.of(peers, rounds)
+    never, paced = (
+        f"{CLIENTS} clients that never pause",
+        f"{CLIENTS} clients, {PACED_RATE:,} a second",
+    )
     return [
-        row(f"{never_pause}: round trips a second", rate, "1/s", 10_000, least=True),
-        row(
-            f"{never_pause}: p50 of all", quantiles(list(chain.from_iterable(waits)), 1e-6)[0], "µs"
-        ),
-        row(f"{paced}: slowest p99 / idle p50", ours, "x", 10.0),
-        row("  the same with a bare echo", echo, "x"),
+        row(f"{never}: round trips a second", ours.rate, "1/s", 10_000, least=True),
+        row(f"{never}: slowest p99 / idle p50", ours.never_pausing, "x", 10.0),
+        row("  the same with a bare echo", echo.never_pausing, "x"),
+        row(f"{paced}: slowest p99 / idle p50", ours.paced, "x", 10.0),
+        row("  the same with a bare echo", echo.paced, "x"),
     ]
-
-
-def slowest(sockets: list[socket.socket], rounds: int) -> float:
-    """p99 of the slowest client at PACED_RATE, by the p50 of one that is alone."""
-    message = bytes(frame(Step()))
-
-    def alone() -> None:
-        sockets[0].sendall(message)
-        sockets[0].recv(65536)
-
-    laps(alone, 500)
-    idle = quantiles(laps(alone, 200 * rounds), 1e-6)[0]
-    waits = at_rate(sockets, PACED_RATE, 200 * rounds * len(sockets))
-    return max(quantiles(each, 1e-6)[1] for each in waits) / idle
 
 
 def saturated(sockets: list[socket.socket], turns: int) -> tuple[float, Waits]:
