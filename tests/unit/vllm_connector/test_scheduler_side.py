@@ -7,7 +7,7 @@ import pytest
 
 from lmcache_shm.arena.layout import SlotState
 from lmcache_shm.catalog.keys import encode_tokens
-from lmcache_shm.vllm import book
+from lmcache_shm.vllm import book, settler
 from lmcache_shm.vllm.metadata import RefusedStores
 
 from .rig import TOKENS_AT, Rig, rig_of
@@ -527,11 +527,12 @@ def test_a_lease_goes_with_the_next_message(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_a_lease_is_not_put_off_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(book, "RELEASE_S", 0.05)
+    monkeypatch.setattr(settler, "IDLE_S", 60.0)  # the steps themselves have to do it
     with rig_of(full(32)) as rig:
         loaded(rig)
-        end = time.monotonic() + 10
+        end = time.monotonic() + 5
         while rig.pins and time.monotonic() < end:
-            rig.step({})  # the engine goes on: the settler's thread does not step in
+            rig.step({})
             time.sleep(0.002)
 
         assert (rig.pins, rig.client.asked) == (0, ["step"])
