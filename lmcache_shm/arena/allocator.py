@@ -14,7 +14,7 @@ from functools import lru_cache
 import numpy as np
 import numpy.ma  # np.unique would import it at its first call, and must not need a file descriptor then
 
-from lmcache_shm.arena.layout import PAGE, Mask, Numbers, Rows, SlotState, hot_words
+from lmcache_shm.arena.layout import PAGE, Mask, Numbers, Rows, SlotState, hot_words, places
 from lmcache_shm.arena.segment import Arena
 
 WASTE = 32
@@ -82,11 +82,8 @@ class SlabAllocator:
         self._words = hot_words(arena.hot)
         # Views made once: to look up a field costs more than to write a few rows of it.
         hot, cold = arena.hot, arena.cold
-        self._offset, self._slot_bytes, self._slab = (
-            cold["offset"],
-            cold["slot_bytes"],
-            cold["slab"],
-        )
+        self._offset, self._slot_bytes = cold["offset"], cold["slot_bytes"]
+        self._slab, self._bound = cold["slab"], arena.slabs["extent_slabs"]
         self._client, self._state = hot["client"], hot["state"]
         self._free: dict[int, _Stack] = {}
         self._extents: dict[int, int] = {}  # class → number of its extents
@@ -168,7 +165,7 @@ class SlabAllocator:
             return
         wiped = np.zeros((len(rows), 4), np.uint64)
         wiped[:, 0] = SlotState.FREE
-        at = rows.astype(np.intp)
+        at = places(rows)
         wiped[:, 2] = self._words.take(at, 0)[:, 2] + np.uint64(1)  # the generation
         wiped[:, 3] = 0xFFFF  # client -1
         self._words[at] = wiped
@@ -211,7 +208,8 @@ class SlabAllocator:
         self._slot_bytes[span] = size
         self._slab[span] = start
         self._client[span] = -1
-        self.arena.slabs[start : start + m] = (size, start, m, n, 0)
+        self.arena.slabs[start : start + m] = (size, start, 0, n, 0)
+        self._bound[start : start + m] = m  # after the rest: from now on the slabs are not free
         self._state[span] = SlotState.FREE  # last: a FREE row is always inside a bound extent
         self._stack(size).push(rows[::-1])
         self._extents[size] = self._extents.get(size, 0) + 1

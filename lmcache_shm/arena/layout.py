@@ -19,6 +19,7 @@ number everywhere. Little-endian; only the server writes, except the boards.
 """
 
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
@@ -298,9 +299,14 @@ def seal(hot: Table, cold: Table, rows: Rows) -> U64:
     return seal_of(words[:, 2], owners_of(words), cold_words(cold)[rows])
 
 
+def places(rows: Sequence[int] | npt.NDArray[np.integer[Any]]) -> Numbers:
+    """Rows as numpy indexes with them: else every gather and scatter would convert them anew."""
+    return np.asarray(rows, np.intp)
+
+
 def owners_of(hot: U64) -> U64:
     """Namespace (upper half) and group (from bit 16) of rows, given as their hot words."""
-    owners: U64 = hot[:, 3] & _NAMESPACE | hot[:, 0] & _GROUP
+    owners: U64 = hot[:, 3] & NAMESPACE | hot[:, 0] & _GROUP
     return owners
 
 
@@ -318,7 +324,7 @@ def seal_of(generations: U64, owners: U64, cold: U64) -> U64:
     return check
 
 
-_NAMESPACE, _GROUP = word(0xFFFFFFFF00000000), word(0xFFFF0000)  # in words 3 and 0 of a hot row
+NAMESPACE, _GROUP = word(0xFFFFFFFF00000000), word(0xFFFF0000)  # in words 3 and 0 of a hot row
 _SEALED = 11  # words of a cold row: all but the seal and what follows it
 _HALF = word(32)
 _FACTORS = np.arange(1, 2 * _SEALED + 3, 2, np.uint64)[:, None] * word(0x9E3779B97F4A7C15)

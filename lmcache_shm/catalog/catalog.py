@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lmcache_shm.arena.allocator import NO_ROWS
-from lmcache_shm.arena.layout import FLAG_DROP, U64, Numbers, Rows, SlotState, owners_of, seal_of
+from lmcache_shm.arena.layout import FLAG_DROP, U64, Rows, SlotState, owners_of, places, seal_of
 from lmcache_shm.arena.segment import Arena
 from lmcache_shm.catalog import audit, report
 from lmcache_shm.catalog.hints import Hints
@@ -109,7 +109,7 @@ class Catalog:
     def release(self, rows: AnyRows) -> None:
         """Unpin rows, each once (the rows of one group of one hit)."""
         slots = self._slots
-        at = _places(rows)
+        at = places(rows)
         hot = slots.words.take(at, 0)
         pinned = hot[:, 0] >= PIN
         if not pinned.all():
@@ -155,7 +155,7 @@ class Catalog:
         slots = self._slots
         counters = slots.counters
         rows = _rows(rows)
-        at = _places(rows)
+        at = places(rows)
         hot = slots.words.take(at, 0)
         if (hot[:, 0] & STATE_AND_FLAGS != RESERVED).any():  # rare
             rows = self._pending(rows)
@@ -163,7 +163,7 @@ class Catalog:
             slots.free(rows[dropped])
             counters["dropped_at_commit"] += int(dropped.sum())
             rows = rows[~dropped]
-            at = _places(rows)
+            at = places(rows)
             hot = slots.words.take(at, 0)
         cold = slots.cold_words.take(at, 0)
         owners = owners_of(hot)
@@ -292,11 +292,6 @@ class Catalog:
     @property
     def misses(self) -> dict[str, int]:
         return dict(self._lookup.misses)
-
-
-def _places(rows: AnyRows) -> Numbers:
-    """Rows as numpy indexes with them: else every gather and scatter would convert them anew."""
-    return np.asarray(rows, np.intp)
 
 
 def _rows(rows: Iterable[int]) -> Rows:

@@ -8,9 +8,9 @@ the one that knows; it is asked about the keys that are not confirmed.
 
 import numpy as np
 
-from lmcache_shm.arena.layout import U64, Rows, SlotState, word
+from lmcache_shm.arena.layout import NAMESPACE, U64, Rows, SlotState, places, word
 from lmcache_shm.catalog.namespace import Group, Namespace
-from lmcache_shm.catalog.slots import KNOWN, NAMESPACE, Slots
+from lmcache_shm.catalog.slots import KNOWN, Slots
 
 ROOM = 8
 """Buckets per slot, at least: one key in sixteen loses its bucket to another one when all slots are in use."""
@@ -37,7 +37,7 @@ class Hints:
         """Committed rows of keys, u64[n, 2]; -1 where there may be one nevertheless."""
         owner = space.id << 32 | group.number << 16
         rows = self._rows.take(self._buckets(word(owner), keys[:, 0]))
-        at = rows.astype(np.intp)  # as numpy indexes: else each gather would convert
+        at = places(rows)
         hot = self._slots.words.take(at, 0)
         found = self._slots.keys[at].view(np.uint64).reshape(-1, 2)
         right = hot[:, 0] & KNOWN == word(SlotState.COMMITTED | group.number << 16)

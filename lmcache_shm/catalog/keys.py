@@ -80,7 +80,7 @@ def chain(parent: bytes, encoded: Sequence[bytes], extras: Sequence[bytes] = ())
 
 def _encode(token_ids: Sequence[int], start: int, end: int) -> "array[int]":
     """Token ids [start, end) as u32."""
-    if start == 0 and isinstance(token_ids, list) and len(token_ids) - end < PIECE:
+    if start == 0 and isinstance(token_ids, list) and 8 * (len(token_ids) - end) < end:
         ids = array("I", token_ids)  # a slice first would cost a fifth more
         del ids[end:]
         return ids

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 
 from lmcache_shm.arena.allocator import NO_ROWS
-from lmcache_shm.arena.layout import U64, Rows, SlotState
+from lmcache_shm.arena.layout import U64, Rows, SlotState, places
 from lmcache_shm.catalog import misses
 from lmcache_shm.catalog.hints import FEW, Hints
 from lmcache_shm.catalog.hits import needed, usable_chunks
@@ -153,7 +153,7 @@ class Lookup:
             rows, ticks = rows[there], ticks[there]
         if not len(rows):
             return
-        at = rows.astype(np.intp)  # as numpy indexes: else gather and scatter would convert them
+        at = places(rows)
         hot = self._slots.words.take(at, 0)
         hot[:, 1] = ticks
         hot[pinned:, 0] += PIN

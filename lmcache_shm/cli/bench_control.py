@@ -1,19 +1,14 @@
 """How long the scheduler waits for the server, beside a bare Unix-socket echo in the same run."""
 
-import socket
 import statistics
-import subprocess
-import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Callable
 
 import numpy as np
 
 from lmcache_shm.catalog.keys import ChunkKeys, same_tokens, seed
 from lmcache_shm.cli import bench_crowd
+from lmcache_shm.cli.bench_echo import echo_peers
 from lmcache_shm.cli.bench_rows import Row, laps, pace, quantiles, row
 from lmcache_shm.cli.bench_server import BenchEngine, private_server, reservation
 from lmcache_shm.control.messages import GroupInfo, Step, Stepped, frame
@@ -30,35 +25,6 @@ GROUPS = [
 ]
 REGION_BYTES = [2048, 1024, 512]  # small: this is about the catalog, not about bytes
 ALL = range(len(GROUPS))
-ECHO = """
-import socket, sys
-listener = socket.socket(socket.AF_UNIX)
-listener.bind(sys.argv[1])
-listener.listen()
-print("ready", flush=True)
-peer, _ = listener.accept()
-while data := peer.recv(65536):
-    peer.sendall(data)
-"""
-
-
-@contextmanager
-def echo_peer() -> Iterator[socket.socket]:
-    """A connection to a process that sends back what it gets."""
-    with tempfile.TemporaryDirectory(prefix="lmcache-shm-bench-") as folder:
-        path = str(Path(folder) / "echo")
-        with (
-            subprocess.Popen(
-                [sys.executable, "-c", ECHO, path], stdout=subprocess.PIPE, text=True
-            ) as process,
-            socket.socket(socket.AF_UNIX) as peer,
-        ):
-            if process.stdout is not None:
-                process.stdout.readline()
-            peer.connect(path)
-            yield peer
-            peer.shutdown(socket.SHUT_RDWR)
-            process.wait()
 
 
 def longest_pause(seconds: float = 1.0) -> float:
@@ -82,7 +48,7 @@ def run(rounds: int, step: Callable[[str], None]) -> list[Row]:
 
     begin("socket echo")
     message = bytes(frame(Step()))
-    with echo_peer() as peer:
+    with echo_peers(1) as (peer,):
 
         def bounce() -> None:
             peer.sendall(message)

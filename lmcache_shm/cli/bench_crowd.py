@@ -7,18 +7,14 @@ then, and of many clients one is always hit often.
 import os
 import select
 import socket
-import subprocess
-import sys
-import tempfile
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
 
+from lmcache_shm.cli.bench_echo import echo_peers
 from lmcache_shm.cli.bench_rows import Row, laps, quantiles, row
 from lmcache_shm.cli.bench_server import PrivateServer
 from lmcache_shm.control.connection import Connection
@@ -29,47 +25,6 @@ PACED_RATE = 10_000
 """Round trips a second of all clients together."""
 Waits = list[list[float]]
 """Seconds of each round trip, by client."""
-
-ECHO = """
-import select, socket, sys
-listener = socket.socket(socket.AF_UNIX)
-listener.bind(sys.argv[1])
-listener.listen(64)
-print("ready", flush=True)
-peers = {}
-poll = select.epoll()
-for _ in range(int(sys.argv[2])):
-    peer, _ = listener.accept()
-    peers[peer.fileno()] = peer
-    poll.register(peer, select.EPOLLIN)
-while peers:
-    for number, _ in poll.poll():
-        data = peers[number].recv(65536)
-        if data:
-            peers[number].send(data)
-        else:
-            peers.pop(number).close()
-"""
-
-
-@contextmanager
-def echo_peers() -> Iterator[list[socket.socket]]:
-    """CLIENTS connections to one process that sends back what it gets."""
-    with tempfile.TemporaryDirectory(prefix="lmcache-shm-bench-") as folder:
-        path = str(Path(folder) / "echo")
-        command = [sys.executable, "-c", ECHO, path, str(CLIENTS)]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-            if process.stdout is not None:
-                process.stdout.readline()
-            peers = [socket.socket(socket.AF_UNIX) for _ in range(CLIENTS)]
-            try:
-                for peer in peers:
-                    peer.connect(path)
-                yield peers
-            finally:
-                for peer in peers:
-                    peer.close()
-                process.terminate()
 
 
 class Crowd(NamedTuple):
@@ -107,7 +62,7 @@ def run(server: PrivateServer, rounds: int, step: Callable[[str], None]) -> list
         for client in clients:
             client.close()
     step(f"a bare echo for {CLIENTS} clients")
-    with echo_peers() as peers:
+    with echo_peers(CLIENTS) as peers:
         echo = Crowd.of(peers, rounds)
     never, paced = (
         f"{CLIENTS} clients that never pause",

@@ -3,9 +3,7 @@
 Runs on CUDA, and on the simulated device, where the figures mean nothing but the program is the same.
 """
 
-import gc
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Protocol
@@ -14,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lmcache_shm.arena.layout import SlotState
+from lmcache_shm.cli.bench_rows import laps
 from lmcache_shm.cli.bench_transfer import GENERATION, BenchArena, bench_arena
 from lmcache_shm.transfer.device import Device
 from lmcache_shm.transfer.engine import CopyItem, CopyJob, JobKind, PageRun
@@ -224,15 +223,4 @@ def run(
 
 
 def _median(action: Callable[[], None], rounds: int) -> float:
-    times = []
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        for _ in range(rounds + 1):
-            start = time.perf_counter()
-            action()
-            times.append(time.perf_counter() - start)
-    finally:
-        if enabled:
-            gc.enable()
-    return statistics.median(times[1:])
+    return statistics.median(laps(action, rounds + 1)[1:])

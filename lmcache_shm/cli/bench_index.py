@@ -1,6 +1,5 @@
 """How the catalog's costs grow with the number of slots: the server's work without the socket."""
 
-import gc
 import os
 import shutil
 import statistics
@@ -13,7 +12,7 @@ from lmcache_shm.arena.memory import SHM_DIR
 from lmcache_shm.arena.segment import Arena, create
 from lmcache_shm.catalog.catalog import Catalog, GroupSpec
 from lmcache_shm.catalog.hits import Full
-from lmcache_shm.cli.bench_rows import Row, laps, quantiles, row
+from lmcache_shm.cli.bench_rows import Row, laps, quantiles, quiet, row
 
 SMALL, LARGE = 10_000, 1_000_000
 PROMPT = 512  # chunks
@@ -105,13 +104,8 @@ def run(rounds: int, step: Callable[[str], None]) -> list[Row]:
 
 def _evict(bench: Bench, prompts: int) -> list[float]:
     """Store into a full arena, garbage collection held back; seconds per reservation."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
+    with quiet():
         return [bench.store() for _ in range(prompts)]
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def _that_fit(slots: int) -> int:

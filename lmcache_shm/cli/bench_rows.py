@@ -3,25 +3,33 @@
 import gc
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 Row = dict[str, Any]
 
 
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Without garbage collection."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
 def laps(action: Callable[[], object], times: int) -> list[float]:
     """Seconds of each call, garbage collection held back."""
     found = []
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
+    with quiet():
         for _ in range(times):
             start = time.perf_counter()
             action()
             found.append(time.perf_counter() - start)
-    finally:
-        if enabled:
-            gc.enable()
     return found
 
 

@@ -6,7 +6,6 @@ two are measured beside one, and beside memcpy in two threads, in every round. P
 mapped shared: the same kernel code as the arena, and nothing to clean up if the run is killed.
 """
 
-import gc
 import mmap
 import os
 import statistics
@@ -21,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lmcache_shm.arena.layout import HOT_DTYPE, SlotState
+from lmcache_shm.cli.bench_rows import quiet
 from lmcache_shm.cli.bench_shapes import MIB, KvMemory, LayerGroup, Shape
 from lmcache_shm.transfer.cpu import CpuEngine
 from lmcache_shm.transfer.engine import CopyItem, CopyJob, JobKind, PageRun
@@ -78,18 +78,6 @@ def measure_group(group: LayerGroup, rounds: int, threads: Sequence[int]) -> lis
     return rows
 
 
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Without garbage collection."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
-
-
 def _measure(
     arena: BenchArena, kv: KvMemory, region: int, rounds: int, threads: Sequence[int]
 ) -> list[Row]:
@@ -100,7 +88,7 @@ def _measure(
         n: {"memcpy": [], "store": [], "load": []} for n in threads
     }
     with ExitStack() as undo:
-        undo.enter_context(_quiet())
+        undo.enter_context(quiet())
         beds = []
         for n in threads:
             engine = CpuEngine(arena, [kv.layout], n, populate=False)
