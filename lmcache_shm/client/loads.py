@@ -1,0 +1,70 @@
+"""Loads from the moment vLLM has allocated their blocks until every worker has reported."""
+
+import logging
+from collections.abc import Sequence
+
+from lmcache_shm.client.counts import Counts
+from lmcache_shm.client.jobs import Job, SlotCopy, StepCopies
+from lmcache_shm.client.load_plan import SlotRuns
+from lmcache_shm.client.lookup import Hit
+
+log = logging.getLogger("lmcache_shm")
+
+
+class Loading:
+    """Scheduler thread only. A load keeps its hit, and so its pins, until it has ended."""
+
+    def __init__(self, counts: Counts) -> None:
+        self._counts = counts
+        self._underway: dict[str, tuple[int, Hit]] = {}
+        self._next_id = -1
+        self._planned: list[tuple[Job, Hit]] = []
+        self._doomed: list[str] = []
+        self._cancelled: list[int] = []
+
+    def __contains__(self, req_id: str) -> bool:
+        return req_id in self._underway
+
+    def __len__(self) -> int:
+        return len(self._underway)
+
+    @property
+    def cancelling(self) -> bool:
+        """Whether workers have yet to be told that a load must not be used."""
+        return bool(self._cancelled)
+
+    def begin(self, req_id: str, hit: Hit, slots: Sequence[SlotRuns]) -> None:
+        """Let the next step's metadata tell the workers to read these slots of `hit`."""
+        offsets = hit.epoch.arena.cold["offset"]
+        copies = []
+        for group, chunk, runs in slots:
+            i = chunk - hit.first[group]
+            row, generation = int(hit.rows[group][i]), int(hit.generations[group][i])
+            copies.append(SlotCopy(row, int(offsets[row]), generation, group, runs))
+        job = Job(self._next_id, hit.epoch.arena_id, copies, req_id)
+        self._next_id -= 1
+        self._underway[req_id] = job.id, hit
+        self._planned.append((job, hit))
+
+    def doom(self, req_id: str, why: str) -> None:
+        """Let the workers report a load as failed: vLLM waits for it, and will compute the tokens."""
+        log.warning("lmcache_shm: a load of %s cannot be done: %s", req_id, why)
+        self._counts.add("loads_failed.plan")
+        self._doomed.append(req_id)
+
+    def cancel(self) -> None:
+        """What is being loaded must not be used: it has to end as a failure."""
+        self._cancelled += [job for job, _ in self._underway.values()]
+
+    def tell(self, meta: StepCopies) -> None:
+        """Put everything into a step's metadata that the workers have not been told yet."""
+        for job, hit in self._planned:
+            meta.loads.append(job)
+            meta.places[job.arena_id] = hit.epoch.place
+        meta.doomed, self._doomed = self._doomed, []
+        meta.cancelled, self._cancelled = self._cancelled, []
+        self._planned = []
+
+    def ended(self, req_id: str) -> Hit | None:
+        """Every worker has reported: the hit whose lease can go (None for a load that was doomed)."""
+        return self._underway.pop(req_id, (0, None))[1]
