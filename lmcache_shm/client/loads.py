@@ -3,9 +3,10 @@
 import logging
 from collections.abc import Sequence
 
+from lmcache_shm.arena.job import CopyJob
+from lmcache_shm.client.copy_plan import ChunkCopy
 from lmcache_shm.client.counts import Counts
-from lmcache_shm.client.jobs import Job, SlotCopy, StepCopies
-from lmcache_shm.client.load_plan import SlotRuns
+from lmcache_shm.client.jobs import StepCopies
 from lmcache_shm.client.lookup import Hit
 
 log = logging.getLogger("lmcache_shm")
@@ -18,7 +19,7 @@ class Loading:
         self._counts = counts
         self._underway: dict[str, tuple[int, Hit]] = {}
         self._next_id = -1
-        self._planned: list[tuple[Job, Hit]] = []
+        self._planned: list[tuple[CopyJob, Hit]] = []
         self._doomed: list[str] = []
         self._cancelled: list[int] = []
 
@@ -33,15 +34,22 @@ class Loading:
         """Whether workers have yet to be told that a load must not be used."""
         return bool(self._cancelled)
 
-    def begin(self, req_id: str, hit: Hit, slots: Sequence[SlotRuns]) -> None:
-        """Let the next step's metadata tell the workers to read these slots of `hit`."""
-        offsets = hit.epoch.arena.cold["offset"]
-        copies = []
-        for group, chunk, runs in slots:
-            i = chunk - hit.first[group]
-            row, generation = int(hit.rows[group][i]), int(hit.generations[group][i])
-            copies.append(SlotCopy(row, int(offsets[row]), generation, group, runs))
-        job = Job(self._next_id, hit.epoch.arena_id, copies, req_id)
+    def begin(self, req_id: str, hit: Hit, copies: Sequence[ChunkCopy]) -> None:
+        """Let the next step's metadata tell the workers to read these chunks of `hit`."""
+        arena = hit.epoch.arena
+        at = [(copy.group, copy.chunk - hit.first[copy.group]) for copy in copies]
+        rows = [hit.rows[group][i] for group, i in at]
+        job = CopyJob.of(
+            self._next_id,
+            "load",
+            hit.epoch.arena_id,
+            rows,
+            arena.cold["offset"][rows],
+            [hit.generations[group][i] for group, i in at],
+            [copy.group for copy in copies],
+            [copy.pages for copy in copies],
+            req_id,
+        )
         self._next_id -= 1
         self._underway[req_id] = job.id, hit
         self._planned.append((job, hit))

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from lmcache_shm.arena.job import JobKind
 from lmcache_shm.transfer.device import DeviceError, Ranges, Rows
-from lmcache_shm.transfer.engine import JobKind
 
 # Values and layouts from cuda.h, compared with the headers of CUDA 12.8 and 13.0 (and tests/unit/transfer/libcuda.py).
 BATCH_VERSION = (

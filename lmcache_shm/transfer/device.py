@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from lmcache_shm.transfer.engine import JobKind
+from lmcache_shm.arena.job import JobKind
 
 Addresses = npt.NDArray[np.int64]
 

@@ -4,15 +4,16 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from lmcache_shm.arena.job import CopyJob
 from lmcache_shm.arena.segment import Arena
 from lmcache_shm.client.client import WorkerClient
 from lmcache_shm.client.connection import Connection
-from lmcache_shm.client.jobs import Job, Place
+from lmcache_shm.client.jobs import Place
 from lmcache_shm.client.plan import CachePlan
 from lmcache_shm.config import Config
 from lmcache_shm.protocol.messages import HelloReply
 from lmcache_shm.transfer.engine import TransferEngine
-from lmcache_shm.vllm.layouts import RankLayout
+from lmcache_shm.transfer.pages import SlotLayout
 
 log = logging.getLogger("lmcache_shm")
 
@@ -53,9 +54,14 @@ class Mount:
 
     arena: Arena
     plan: CachePlan
-    layout: RankLayout
+    layouts: list[SlotLayout]
     engine: TransferEngine
-    jobs: dict[int, tuple[Job, Place]] = field(default_factory=dict)
+    jobs: dict[int, tuple[CopyJob, Place]] = field(default_factory=dict)
+
+    @property
+    def region_bytes(self) -> list[int]:
+        """Of this rank, by object group; 0 where it has nothing."""
+        return [layout.region_bytes for layout in self.layouts]
 
     def fits(self, place: Place) -> bool:
         """Whether slots are laid out here as whoever planned for `place` thinks. A server that took over an

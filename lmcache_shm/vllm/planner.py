@@ -5,12 +5,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from lmcache_shm.arena.job import CopyJob
 from lmcache_shm.client.client import unpack_rows
+from lmcache_shm.client.copy_plan import ChunkCopy, States, step_states, storable
 from lmcache_shm.client.counts import Counts
-from lmcache_shm.client.in_flight import StoreBook
-from lmcache_shm.client.jobs import Job, SlotCopy
+from lmcache_shm.client.in_flight import InFlightStores
 from lmcache_shm.client.registration import Epoch
-from lmcache_shm.client.store_plan import Candidate, States, step_states, storable
 from lmcache_shm.protocol.keys import KEY
 from lmcache_shm.protocol.messages import BUSY, EXISTS, Reserve, Stepped
 from lmcache_shm.vllm.requests import RequestState
@@ -26,14 +26,14 @@ class RequestStores:
     """What one request could store in this step."""
 
     state: RequestState
-    candidates: list[Candidate]
+    candidates: list[ChunkCopy]
 
 
 class StorePlanner:
     """Scheduler thread only."""
 
-    def __init__(self, book: StoreBook, counts: Counts) -> None:
-        self._book = book
+    def __init__(self, in_flight: InFlightStores, counts: Counts) -> None:
+        self._in_flight = in_flight
         self._counts = counts
 
     def plan(
@@ -70,10 +70,10 @@ class StorePlanner:
                 found.append(stores)
         if not found:
             return None
-        if not self._book.has_room(len(found)):
+        if not self._in_flight.has_room(len(found)):
             self._counts.add("stores_skipped.backlog", sum(len(f.candidates) for f in found))
             return None
-        return Batch(epoch, found, pool, self._book, self._counts)
+        return Batch(epoch, found, pool, self._in_flight, self._counts)
 
     def _request(
         self,
@@ -127,15 +127,15 @@ class StorePlanner:
                 continue
             if cached and key in epoch.known[index]:
                 continue
-            runs = storable(epoch.plan, group, chunk, tables, states, null)
-            if runs is None:
+            pages = storable(epoch.plan, group, chunk, tables, states, null)
+            if pages is None:
                 if not cached:
                     why = "no_state" if group.recurrent else "no_block"
                     self._counts.add(f"stores_skipped.{why}")
                 continue
             if group.recurrent:
                 state.states.add(chunk)
-            stores.candidates.append(Candidate(index, chunk, runs))
+            stores.candidates.append(ChunkCopy(index, chunk, pages))
 
     def _hold(self, state: RequestState, states: States, end: int, pool: Any) -> None:
         """Keep states whose chunk's last tokens are still being sampled; let go of those now dealt with."""
@@ -164,11 +164,16 @@ class Batch:
     """The stores of one step between planning and the server's answer."""
 
     def __init__(
-        self, epoch: Epoch, found: list[RequestStores], pool: Any, book: StoreBook, counts: Counts
+        self,
+        epoch: Epoch,
+        found: list[RequestStores],
+        pool: Any,
+        in_flight: InFlightStores,
+        counts: Counts,
     ) -> None:
-        self._epoch = epoch
+        self.epoch = epoch
         self._pool = pool
-        self._book = book
+        self._in_flight = in_flight
         self._counts = counts
         self._entries = [(stores.state, c) for stores in found for c in stores.candidates]
         if len(self._entries) > MAX_ENTRIES:
@@ -198,15 +203,10 @@ class Batch:
         """Nothing was reserved."""
         self._counts.add("stores_skipped.unreachable", len(self._entries))
 
-    @staticmethod
-    def rows_of(answer: Stepped) -> list[int]:
-        """Rows that were reserved after all."""
-        return [row for row in unpack_rows(answer.rows) if row >= 0]
-
-    def open_jobs(self, answer: Stepped) -> list[Job]:
+    def open_jobs(self, answer: Stepped) -> list[CopyJob]:
         """Fill in the token ids, take references on the blocks: one job per request that got rows."""
-        epoch, jobs = self._epoch, []
-        by_request: dict[int, tuple[RequestState, list[tuple[int, Candidate]]]] = {}
+        epoch, jobs = self.epoch, []
+        by_request: dict[int, tuple[RequestState, list[tuple[int, ChunkCopy]]]] = {}
         for row, (state, candidate) in zip(unpack_rows(answer.rows), self._entries, strict=True):
             if row >= 0:
                 by_request.setdefault(id(state), (state, []))[1].append((row, candidate))
@@ -216,28 +216,37 @@ class Batch:
             jobs.append(self._open(epoch, state, granted))
         return jobs
 
-    def _refused(self, row: int, state: RequestState, candidate: Candidate) -> None:
+    def _refused(self, row: int, state: RequestState, candidate: ChunkCopy) -> None:
         if row == EXISTS:
-            self._epoch.remember(candidate.group, state.extend(0).key(candidate.chunk))
+            self.epoch.remember(candidate.group, state.extend(0).key(candidate.chunk))
             self._counts.add("stores_skipped.exists")
         else:
             self._counts.add("stores_skipped.busy" if row == BUSY else "stores_skipped.full")
 
-    def _open(self, epoch: Epoch, state: RequestState, granted: list[tuple[int, Candidate]]) -> Job:
+    def _open(
+        self, epoch: Epoch, state: RequestState, granted: list[tuple[int, ChunkCopy]]
+    ) -> CopyJob:
         arena, keys = epoch.arena, state.extend(0)
-        rows = [row for row, _ in granted]
-        offsets = arena.cold["offset"][rows].tolist()
-        generations = arena.hot["generation"][rows].tolist()
-        copies, held, marks = [], [], []
-        for (row, c), offset, generation in zip(granted, offsets, generations, strict=True):
-            tokens = keys.token_bytes(c.chunk)
-            at = offset + epoch.token_offset[c.group]
+        rows, copies = [row for row, _ in granted], [copy for _, copy in granted]
+        offsets = arena.cold["offset"][rows]
+        for copy, offset in zip(copies, offsets.tolist(), strict=True):
+            tokens = keys.token_bytes(copy.chunk)
+            at = offset + epoch.token_offset[copy.group]
             arena.data[at : at + len(tokens)] = tokens
-            copies.append(SlotCopy(row, offset, generation, c.group, c.runs))
-            held += c.block_ids()
-            marks.append((c.group, keys.key(c.chunk)))
-        blocks = [self._pool.blocks[i] for i in dict.fromkeys(held)]
+        job = CopyJob.of(
+            self._in_flight.next_id,
+            "store",
+            epoch.arena_id,
+            rows,
+            offsets,
+            arena.hot["generation"][rows],
+            [copy.group for copy in copies],
+            [copy.pages for copy in copies],
+        )
+        blocks = [self._pool.blocks[i] for i in dict.fromkeys(job.block_ids.tolist())]
         self._pool.touch(blocks)
-        job = self._book.open(epoch, rows, marks, blocks)
+        self._in_flight.add(
+            epoch, job, [(copy.group, keys.key(copy.chunk)) for copy in copies], blocks
+        )
         self._counts.add("stored_chunks", len(granted))
-        return Job(job.id, epoch.arena_id, copies)
+        return job

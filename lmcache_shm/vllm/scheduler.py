@@ -1,6 +1,6 @@
-"""The scheduler side of the connector: look up, plan loads and stores, hold blocks, settle with the server.
+"""The scheduler side of the connector: look up, plan loads and stores, hold blocks, flush what has ended.
 
-Everything here runs in the scheduler's thread, except `Settler`. One round trip to the server per looked-up
+Everything here runs in the scheduler's thread. One round trip to the server per looked-up
 request, at most one per step; nothing waits longer than the deadline, and nothing raises into the engine.
 """
 
@@ -11,17 +11,16 @@ from contextlib import contextmanager
 from typing import Any
 
 from lmcache_shm.client.admission import Parking
+from lmcache_shm.client.copy_plan import CannotLoad, plan_load
 from lmcache_shm.client.counts import Counts
-from lmcache_shm.client.in_flight import Settlement, StoreBook
-from lmcache_shm.client.load_plan import CannotLoad, plan_load
 from lmcache_shm.client.loads import Loading
 from lmcache_shm.client.lookup import Hit, look_up
 from lmcache_shm.client.registration import Epoch
-from lmcache_shm.client.settler import Settler
 from lmcache_shm.protocol.keys import KEY
+from lmcache_shm.protocol.messages import Reserve
 from lmcache_shm.server.catalog.index import split
 from lmcache_shm.vllm.metadata import RefusedStores, StepMetadata
-from lmcache_shm.vllm.planner import StorePlanner
+from lmcache_shm.vllm.planner import Batch, StorePlanner
 from lmcache_shm.vllm.requests import RequestState
 from lmcache_shm.vllm.start import Start
 
@@ -40,9 +39,8 @@ class SchedulerSide:
         self.start = start
         self.client = start.client
         self.counts = Counts()
-        self.book = StoreBook()
-        self.settler = Settler(self.client, self.book, lambda: self.start.latest)
-        self.planner = StorePlanner(self.book, self.counts)
+        self.in_flight = start.in_flight
+        self.planner = StorePlanner(self.in_flight, self.counts)
         self.parking = Parking(start.vllm_config, start.groups, len(start.ignored))
         self.pool: Any = None
         self._requests: dict[str, RequestState] = {}
@@ -106,7 +104,7 @@ class SchedulerSide:
         replaces = old.lease if old is not None and old.epoch is epoch else 0
         if chunks * epoch.plan.chunk_size <= local_tokens:
             if replaces:
-                self.book.give_back(replaces)
+                self.in_flight.release(replaces)
             return None
         keys = state.extend(chunks)
         hit, why = look_up(
@@ -116,7 +114,7 @@ class SchedulerSide:
             local_tokens,
             request.num_tokens,
             replaces,
-            self.book.give_back,
+            self.in_flight.release,
         )
         self.counts.lookup(
             request.num_tokens - local_tokens, hit.tokens - local_tokens if hit else 0
@@ -130,7 +128,7 @@ class SchedulerSide:
                 packed = bytes(keys.keys[first * KEY : (first + len(rows)) * KEY])
                 epoch.remember(group, *split(packed))
         state.hit = hit
-        self.settler.wake()
+        self.in_flight.wake()
         return hit
 
     def allocated(
@@ -150,14 +148,14 @@ class SchedulerSide:
         state.hit = None
         state.prefix_tokens = total = hit.local_tokens + external_tokens
         try:
-            slots = plan_load(
+            copies = plan_load(
                 hit.epoch.plan, hit.first, hit.n_chunks, hit.local_tokens, total, tables, self._null
             )
         except CannotLoad as error:
-            self.book.give_back(hit.lease)
+            self.in_flight.release(hit.lease)
             self.doom(request, str(error))
             return
-        self._loading.begin(req_id, hit, slots)
+        self._loading.begin(req_id, hit, copies)
 
     def doom(self, request: Any, why: str) -> None:
         """This load cannot be done; vLLM waits for it."""
@@ -182,13 +180,9 @@ class SchedulerSide:
         meta.waiting = everybody and not output.num_scheduled_tokens
         with self.survives("planning stores"):  # the loads go on their way in any case
             self._follow(output)
-            epoch = self._current()
-            self.settler.stepped()
-            with self.settler.exchange:
-                message = self.book.settle(self.start.latest)
-                self._release_blocks()
-                self._store(output, epoch, message, meta)
-        self.settler.wake()
+            self.in_flight.stepped()
+            self._store(output, meta)
+        self.in_flight.wake()
         return meta
 
     def _follow(self, output: Any) -> None:
@@ -210,31 +204,26 @@ class SchedulerSide:
             log.exception("lmcache_shm: %s failed", what)
             self.counts.add("errors")
 
-    def _store(
-        self, output: Any, epoch: Epoch | None, message: Settlement, meta: StepMetadata
-    ) -> None:
-        batch = None
-        if epoch is not None and self.start.writes:
-            batch = self.planner.plan(output, epoch, self._requests, self.pool)
+    def _store(self, output: Any, meta: StepMetadata) -> None:
+        batch: Batch | None = None
+
+        def reserve() -> Reserve | None:
+            nonlocal batch
+            self._release_blocks()
+            epoch = self._current()
+            if epoch is not None and self.start.writes:
+                batch = self.planner.plan(output, epoch, self._requests, self.pool)
+            return batch.reserve if batch is not None else None
+
+        answer = self.in_flight.flush(reserve, defer=True)
         if batch is None:
-            if message.can_wait:
-                self.book.put_off(message)
-            elif message:
-                self.client.step(None, message.commit, message.abort, message.release)
             return
-        answer = self.client.step(batch.reserve, message.commit, message.abort, message.release)
-        if answer is None or epoch is None:
+        if answer is None:
             batch.drop()
-            return
-        if (
-            answer.boot != epoch.boot
-        ):  # a new server: the rows are in an arena that this plan is not for
-            batch.drop()
-            self.client.step(abort=batch.rows_of(answer))
             return
         for job in batch.open_jobs(answer):
             meta.stores.append(job)
-            meta.places[epoch.arena_id] = epoch.place
+            meta.places[job.arena_id] = batch.epoch.place
 
     def output(self, connector_output: Any) -> None:
         """What the workers report with a step: ended loads, stores that could not begin."""
@@ -242,7 +231,7 @@ class SchedulerSide:
         for req_id in connector_output.finished_recving or ():
             hit = self._loading.ended(req_id)
             if hit is not None:
-                self.book.give_back(hit.lease)
+                self.in_flight.release(hit.lease)
             state = self._requests.get(req_id)
             if req_id in failed:
                 self.counts.add("requests_recomputed")
@@ -254,17 +243,17 @@ class SchedulerSide:
                 self.parking.leave(req_id)
         refused = connector_output.kv_connector_worker_meta
         if isinstance(refused, RefusedStores):
-            self.book.refuse(refused.ranks)
-        self.settler.wake()
+            self.in_flight.refuse(refused.ranks)
+        self.in_flight.wake()
 
     def has_pending_block_frees(self) -> bool:
         """Whether waiting for copies helps more than preempting somebody. Releases what can be released."""
         # vLLM does not try again in this step, so what was released just now counts, too.
-        return self._settle_now() or self.book.held_alone()
+        return self._settle_now() or self.in_flight.held_alone()
 
     def has_pending_work(self) -> bool:
         """Whether the engine should go on stepping: copies are underway, or blocks wait to be released."""
-        return self.book.holding or self._loading.cancelling
+        return self.in_flight.copying or self.in_flight.ended or self._loading.cancelling
 
     # ------------------------------------------------------------------------------------- cache
     def bind(self, manager: Any) -> None:
@@ -327,7 +316,7 @@ class SchedulerSide:
         end = time.monotonic() + timeout_s
         while True:
             self._settle_now()
-            if not self.book.busy:
+            if not self.in_flight.copying:
                 return True
             if time.monotonic() > end:
                 log.warning("lmcache_shm: stores are still underway after %.0f s", timeout_s)
@@ -338,7 +327,6 @@ class SchedulerSide:
         """Settle what can be settled, then say goodbye."""
         if self.client.up:
             self.wait_settled(SETTLE_S / 2)
-        self.settler.close()
         self.start.close()
 
     # ------------------------------------------------------------------------------------ inside
@@ -353,18 +341,18 @@ class SchedulerSide:
 
     def _settle_now(self) -> bool:
         """Whether blocks were released."""
-        self.settler.settle()
+        self.in_flight.flush()
         return self._release_blocks()
 
     def _release_blocks(self) -> bool:
-        if not self.book.ended:
+        if not self.in_flight.ended:
             return False
-        self.pool.free_blocks(self.book.ended_blocks())
+        self.pool.free_blocks(self.in_flight.take_ended_blocks())
         return True
 
     def _drop_hit(self, state: RequestState) -> None:
         if state.hit is not None:
-            self.book.give_back(state.hit.lease)
+            self.in_flight.release(state.hit.lease)
             state.hit = None
 
     def _drop_states(self, state: RequestState) -> None:

@@ -7,13 +7,13 @@ the background; an error then is one line in the log, and the cache stays off.
 
 import logging
 import threading
-from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
 from lmcache_shm.client.autostart import AutostartError, ensure_server
-from lmcache_shm.client.client import CacheClient
+from lmcache_shm.client.client import CacheClient, pack_rows
 from lmcache_shm.client.groups import ModelError
+from lmcache_shm.client.in_flight import InFlightStores
 from lmcache_shm.client.plan import CachePlan, chosen_chunk_size, make_plan
 from lmcache_shm.client.registration import Epoch
 from lmcache_shm.config import Config
@@ -45,12 +45,10 @@ class Start:
         self.groups, self.ignored = kv_groups(kv_cache_config, dcp)
         self._notes = check_recurrent(vllm_config, self.groups, config.mamba_steps)
         self.client = CacheClient(config, engine_id(vllm_config), self._register, self._registered)
+        self.in_flight = InFlightStores(self.client, lambda: self.latest)
         self._workers: list[WorkerFacts] = []
         self._workers_known = threading.Event()
-        self._plan: CachePlan | None = None
-        self._descriptor = b""
-        self._coming: deque[Epoch] = deque()
-        self._epoch: Epoch | None = None
+        self._register_for: tuple[CachePlan, Register] | None = None
         self.latest: Epoch | None = None
         """The last epoch there was, also when its server is gone. Any thread."""
         self.speculative = vllm_config.speculative_config is not None
@@ -96,9 +94,7 @@ class Start:
         """The epoch of the connection in use; None while there is none. Scheduler thread only."""
         if not self._workers_known.is_set():
             self.set_workers([])
-        while self._coming:
-            self._epoch = self._coming.popleft()
-        return self._epoch if self.client.up else None
+        return self.latest if self.client.up else None
 
     def plan_for(self, hello: HelloReply) -> CachePlan:
         """The plan under this server's options. Raises ModelError."""
@@ -109,26 +105,25 @@ class Start:
     def _register(self, hello: HelloReply) -> Register:
         plan = self.plan_for(hello)
         self._workers_known.wait()
-        self._plan = plan
-        self._descriptor = descriptor(self.vllm_config, self.kv_cache_config, plan, self._workers)
-        return Register(
+        register = Register(
             engine_id=self.client.engine_id,
             world=self.world,
             replicas=self.replicas,
             chunk_size=plan.chunk_size,
-            descriptor=self._descriptor,
+            descriptor=descriptor(self.vllm_config, self.kv_cache_config, plan, self._workers),
             groups=[group_info(plan, i) for i in range(len(plan.groups))],
+            busy_rows=pack_rows(self.in_flight.busy(hello.arena_id)),
             name=str(self.vllm_config.model_config.model),
         )
+        self._register_for = plan, register
+        return register
 
     def _registered(self, registered: Registered, hello: HelloReply) -> None:
-        arena, plan = self.client.arena, self._plan
-        if arena is None or plan is None:
+        arena = self.client.arena
+        if arena is None or self._register_for is None:
             raise ValueError("registered without an arena")
-        self.latest = Epoch.of(
-            registered, hello, arena, plan, self._descriptor, self.world, self.replicas
-        )
-        self._coming.append(self.latest)
+        plan, register = self._register_for
+        self.latest = Epoch.of(registered, hello, arena, plan, register)
         if self._logged != plan:
             self._logged = plan
             log.info(
@@ -141,6 +136,7 @@ class Start:
 
     def close(self) -> None:
         self._workers_known.set()
+        self.in_flight.close()
         self.client.close()
 
 

@@ -10,22 +10,23 @@ import threading
 import time
 from typing import Any, cast
 
+from lmcache_shm.arena.job import CopyJob
 from lmcache_shm.arena.layout import RING
 from lmcache_shm.arena.segment import Arena
 from lmcache_shm.client.counts import Counts
-from lmcache_shm.client.jobs import Job, Place, SlotCopy
+from lmcache_shm.client.jobs import Place
 from lmcache_shm.client.plan import chosen_chunk_size, make_plan
 from lmcache_shm.config import Config
 from lmcache_shm.protocol.messages import HelloReply
-from lmcache_shm.transfer.engine import CopyItem, CopyJob, JobResult, PageRun
+from lmcache_shm.transfer.engine import JobResult
 from lmcache_shm.transfer.pages import GroupPages
-from lmcache_shm.transfer.plan import Wish
+from lmcache_shm.transfer.plan import RequestedBackend
 from lmcache_shm.transfer.select import open_engine
 from lmcache_shm.vllm.groups import kv_groups
 from lmcache_shm.vllm.layouts import (
     WorkerFacts,
     pages_by_group,
-    rank_layout,
+    rank_layouts,
     tensors_of,
     worker_facts,
 )
@@ -102,23 +103,24 @@ class WorkerSide:
         arena_id = bytes(arena.arena_id)
         mount = self._mounts.get(arena_id)
         if mount is not None and mount.plan == plan:
-            return mount.layout.region_bytes
+            return mount.region_bytes
         if mount is not None:  # the same memory, cut differently
             self._unmount(mount)
-        layout = rank_layout(plan, self._pages)
+        layouts = rank_layouts(plan, self._pages)
         below = {"load": self.config.load_kernel_below, "store": self.config.store_kernel_below}
         engine = open_engine(
             arena,
-            layout.layouts,
+            layouts,
             self._tensors,
             threads=self.config.transfer_threads,
-            backend=cast("Wish", self.config.copy_backend),
+            backend=cast("RequestedBackend", self.config.copy_backend),
             kernel_below=below,
         )
+        mount = Mount(arena, plan, layouts, engine)
         with self._lock:
-            self._mounts[arena_id] = Mount(arena, plan, layout, engine)
+            self._mounts[arena_id] = mount
         self._submitted.set()  # there may be another to be given up
-        return layout.region_bytes
+        return mount.region_bytes
 
     def _unmount(self, mount: Mount) -> None:
         """End what is underway in a mount, and report it. Its memory may be pinned again afterwards."""
@@ -137,16 +139,16 @@ class WorkerSide:
             self._loaded += [(req_id, False) for req_id in meta.doomed]
             self._void.update(meta.cancelled)
         for job in meta.loads:
-            self._try(job, "load", meta.places[job.arena_id], self.config.load_deadline_s)
+            self._try(job, meta.places[job.arena_id], self.config.load_deadline_s)
 
     def start_stores(self, meta: StepMetadata) -> None:
         """Submit this step's stores; they read what this step has written."""
         if not self.writer:
             return  # another rank holds the same bytes, and stores them
         for job in meta.stores:
-            self._try(job, "store", meta.places[job.arena_id], self.config.store_deadline_s)
+            self._try(job, meta.places[job.arena_id], self.config.store_deadline_s)
 
-    def _try(self, job: Job, kind: Any, place: Place, deadline_s: float) -> None:
+    def _try(self, job: CopyJob, place: Place, deadline_s: float) -> None:
         """Submit; whatever goes wrong, the job gets an answer, and the engine lives."""
         with self._lock:
             mount = self._mounts.get(job.arena_id)
@@ -156,60 +158,33 @@ class WorkerSide:
                 mount.jobs[job.id] = job, place
         if mount is None:
             self._fail(
-                f"{kind}s_failed.arena", "the arena it was planned for is not mapped so any more"
+                f"{job.kind}s_failed.arena",
+                "the arena it was planned for is not mapped so any more",
             )
-            self._refuse(job, kind)
+            self._refuse(job)
             return
         try:
-            self._submit(mount, job, kind, place, deadline_s)
+            self._submit(mount, job, place, deadline_s)
         except Exception:
-            log.exception("lmcache_shm: a %s could not be submitted", kind)
+            log.exception("lmcache_shm: a %s could not be submitted", job.kind)
             self.counts.add("errors")
             if mount.jobs.pop(job.id, None) is not None:
-                self._refuse(job, kind)
+                self._refuse(job)
 
-    def _refuse(self, job: Job, kind: str) -> None:
+    def _refuse(self, job: CopyJob) -> None:
         """It was not even begun."""
         with self._lock:
-            if kind == "load":
+            if job.kind == "load":
                 self._loaded.append((job.req_id, False))
             else:
                 self._refused.setdefault(job.id, set()).add(self.rank)
 
-    def _submit(self, mount: Mount, job: Job, kind: Any, place: Place, deadline_s: float) -> None:
-        items = [
-            item for slot in job.slots if (item := self._item(mount, slot, place, kind)) is not None
-        ]
-        if items:
-            copy = CopyJob(job.id, kind, items, deadline_s, job.arena_id)
-            mount.engine.submit(copy)  # on a device it waits for what was launched before
-            self._submitted.set()
-        else:  # nothing of it lies on this rank
-            self._report(mount, JobResult(job.id, kind, ok=True))
-
-    def _item(self, mount: Mount, slot: SlotCopy, place: Place, kind: str) -> CopyItem | None:
-        at = mount.layout.place[slot.group]
-        parts = mount.layout.part[slot.group]
-        runs = [
-            PageRun(parts[group], first, ids) for group, first, ids in slot.runs if group in parts
-        ]
-        if at < 0 or not runs:
-            return None
+    def _submit(self, mount: Mount, job: CopyJob, place: Place, deadline_s: float) -> None:
         writer = self.rank - self.rank % self.replicas
-        if kind == "store":
-            checked = place.checksum != "off"
-        else:  # a slot may have been committed under an earlier server, without checksums
-            checked = place.checksum == "verify" and bool(mount.arena.cold["checks"][slot.row])
-        return CopyItem(
-            row=slot.row,
-            offset=slot.offset + place.region_offsets[slot.group][self.rank],
-            generation=slot.generation,
-            group=at,
-            runs=runs,
-            checksum_at=slot.offset + place.checksum_offset[slot.group] + 8 * writer
-            if checked
-            else -1,
-        )
+        checks = mount.arena.cold["checks"]
+        regions, checksums = place.on_rank(job, self.rank, writer, checks)
+        mount.engine.submit(job, regions, checksums, deadline_s)
+        self._submitted.set()
 
     # ------------------------------------------------------------------------------------ results
     def rest(self) -> None:

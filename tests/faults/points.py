@@ -75,8 +75,8 @@ WORKER = [
     Point("worker", TRANSFER + "cpu:CpuEngine.submit"),
     Point("worker", TRANSFER + "cpu:CpuEngine._copy", 7),
     Point("worker", TRANSFER + "guard:SlotGuard.changed_hands", 7),
-    Point("worker", TRANSFER + "strided:BundleCopier.store", 7),
-    Point("worker", TRANSFER + "strided:BundleCopier.load", 7),
+    Point("worker", TRANSFER + "strided:RunCopier.store", 7),
+    Point("worker", TRANSFER + "strided:RunCopier.load", 7),
     Point("worker", "__main__:Worker._tick"),
 ]
 POINTS = SERVER + RESTART + SCHEDULER + WORKER

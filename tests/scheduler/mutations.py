@@ -8,10 +8,8 @@ from unittest.mock import patch
 
 import numpy as np
 
-from lmcache_shm.client import in_flight as book
-from lmcache_shm.client import load_plan as loads
-from lmcache_shm.client import lookup
-from lmcache_shm.client import store_plan as stores
+from lmcache_shm.client import copy_plan, lookup
+from lmcache_shm.client.in_flight import InFlightStores
 from lmcache_shm.protocol import rules as hits
 from lmcache_shm.protocol.rules import Window
 from lmcache_shm.transfer.guard import SlotGuard
@@ -57,13 +55,13 @@ def broken(name: str) -> Iterator[None]:
 @mutation("changed_hands", "store_source", families=("full", "windows", "gdn"))
 def hold_no_blocks(patches: ExitStack) -> None:
     """A store reads blocks on which it has no reference."""
-    entered = book.StoreBook.open
+    entered = InFlightStores.add
 
-    def forgetting(self: Any, epoch: Any, rows: Any, keys: Any, blocks: Any) -> Any:
+    def forgetting(self: Any, epoch: Any, job: Any, keys: Any, blocks: Any) -> None:
         blocks[0].pool.free_blocks(blocks)
-        return entered(self, epoch, rows, keys, [])
+        entered(self, epoch, job, keys, [])
 
-    patches.enter_context(patch.object(book.StoreBook, "open", forgetting))
+    patches.enter_context(patch.object(InFlightStores, "add", forgetting))
 
 
 @mutation("changed_hands", "store_source", families=("full", "windows"))
@@ -74,7 +72,7 @@ def let_go_before_the_last_copy(patches: ExitStack) -> None:
     def hasty(self: Any, answer: Any) -> Any:
         jobs = planned(self, answer)
         for job in jobs:
-            entry = self._book._jobs[job.id]
+            entry = self._in_flight._stores[job.id]
             blocks, entry.blocks = entry.blocks, []
             self._pool.free_blocks(blocks)
         return jobs
@@ -93,7 +91,7 @@ def never_let_go(patches: ExitStack) -> None:
 @mutation("null_block", "store_source", families=("windows", "local"))
 def accept_a_null_block(patches: ExitStack) -> None:
     """A page that has left the window is stored from wherever the table points."""
-    checked = stores.storable
+    checked = copy_plan.storable
 
     def blind(plan: Any, group: Any, chunk: int, tables: Any, states: Any, null: int = 0) -> Any:
         return checked(plan, group, chunk, tables, states, -1)
@@ -111,27 +109,25 @@ def shift_a_stored_window_by_a_page(patches: ExitStack) -> None:
         table = tables[part.group.index]
         return table[start + part.first_page - back : start + part.pages_per_chunk - back]
 
-    patches.enter_context(patch.object(stores, "_tail", shifted))
+    patches.enter_context(patch.object(copy_plan, "_tail", shifted))
 
 
 @mutation("load", "read", families=("windows", "full"))
 def shift_a_load_by_a_page(patches: ExitStack) -> None:
     """Pages arrive in their neighbours' blocks."""
-    right = loads._pages
+    right = copy_plan._pages
 
     def shifted(part: Any, chunk: int, local: int, table: Any, null: int) -> Any:
-        run = right(part, chunk, local, table, null)
-        if run is None or len(run[2]) < 2:
-            return run
-        return run[0], run[1], np.roll(run[2], 1)
+        first, ids = right(part, chunk, local, table, null)
+        return first, [*ids[-1:], *ids[:-1]]
 
-    patches.enter_context(patch.object(loads, "_pages", shifted))
+    patches.enter_context(patch.object(copy_plan, "_pages", shifted))
 
 
 @mutation("overwrite", "plan", "load", families=("full", "gdn", "windows"))
 def load_over_what_the_engine_has(patches: ExitStack) -> None:
     """The blocks of the local prefix are written again."""
-    right = loads.plan_load
+    right = copy_plan.plan_load
 
     def greedy(
         plan: Any, first: Any, held: int, local: int, total: int, tables: Any, null: int = 0
@@ -153,7 +149,7 @@ def load_over_what_the_engine_has(patches: ExitStack) -> None:
 @mutation("store_source", "stored", "engine_died", families=("gdn", "gdn_any", "gdn_window"))
 def store_a_state_from_inside_a_step(patches: ExitStack) -> None:
     """The state at the step's end is taken for the one at the last boundary in it."""
-    right = stores.step_states
+    right = copy_plan.step_states
 
     def rounded(plan: Any, tables: Any, offers: Any, ends: Any, null: int = 0) -> Any:
         size = plan.chunk_size
@@ -178,7 +174,7 @@ def trust_the_table_while_drafting(patches: ExitStack) -> None:
 @mutation("load", "read", families=("full", "gdn", "windows"), steal=True)
 def ignore_the_generation(patches: ExitStack) -> None:
     """A slot that changed hands under a copy is believed."""
-    patches.enter_context(patch.object(SlotGuard, "changed_hands", lambda self, item, kind: ""))
+    patches.enter_context(patch.object(SlotGuard, "changed_hands", lambda self, job, at=None: ""))
 
 
 # "lost_pin": the last rank's copy finds its slot committed already and refuses.
@@ -201,18 +197,18 @@ def commit_before_the_last_rank(patches: ExitStack) -> None:
 @mutation("stored", "load", "read", families=("full", "windows", "gdn"))
 def commit_what_failed(patches: ExitStack) -> None:
     """A store whose copy failed is published."""
-    right = book.StoreBook._reported
+    right = InFlightStores._reported
 
     def hopeful(self: Any) -> Any:
         return [(job, True) for job, _ in right(self)]
 
-    patches.enter_context(patch.object(book.StoreBook, "_reported", hopeful))
+    patches.enter_context(patch.object(InFlightStores, "_reported", hopeful))
 
 
 @mutation("leak", families=("full", "windows"))
 def keep_the_lease(patches: ExitStack) -> None:
     """A look-up's pins are never given back."""
-    patches.enter_context(patch.object(book.StoreBook, "give_back", lambda self, lease: None))
+    patches.enter_context(patch.object(InFlightStores, "release", lambda self, lease: None))
 
 
 @mutation("lost_pin", families=("full", "gdn"))
@@ -225,8 +221,8 @@ def unpin_before_the_load(patches: ExitStack) -> None:
         lease = state.hit.lease if external and state is not None and state.hit is not None else 0
         right(self, request, tables, external)
         if lease:
-            self.book.give_back(lease)
-            self.settler.settle()
+            self.in_flight.release(lease)
+            self.in_flight.flush()
 
     patches.enter_context(patch.object(scheduler.SchedulerSide, "allocated", hasty))
 

@@ -11,8 +11,8 @@ from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
-from lmcache_shm.client.settler import Settler
-from lmcache_shm.transfer.engine import CopyItem, CopyJob
+from lmcache_shm.arena.job import CopyJob
+from lmcache_shm.client.in_flight import InFlightStores
 from lmcache_shm.vllm import connector as connector_module
 from lmcache_shm.vllm import worker as worker_module
 from lmcache_shm.vllm.worker import WorkerSide
@@ -62,14 +62,14 @@ class Wiring:
 
     # ---------------------------------------------------------------------------- beginning and end
     def begin(self, engine: Engine) -> None:
-        """Before the scheduler is built: from here on copies, reports and settling happen when we say."""
+        """Before the scheduler is built: from here on copies, reports and flushes happen when we say."""
         self.engine, self._begun = engine, True
         logger = logging.getLogger("lmcache_shm")
         logger.addHandler(self.errors)
         self._patches.callback(logger.removeHandler, self.errors)
         self._patches.enter_context(patch.object(worker_module, "open_engine", self._open_engine))
         if not self.own_threads:
-            self._patches.enter_context(patch.object(Settler, "_run", lambda settler: None))
+            self._patches.enter_context(patch.object(InFlightStores, "_run", lambda stores: None))
 
     def attach(self, engine: Engine, configs: Sequence[KVCacheConfig]) -> None:
         """Build the workers' connectors, hand over their caches, and wait until the cache is in use."""
@@ -149,9 +149,9 @@ class Wiring:
         for connector in self.engine.workers.connectors:
             connector.worker.publish()
 
-    def settle(self) -> None:
-        """What the settling thread does while the engine is idle (it does not run here)."""
-        self.side.settler.settle()
+    def flush(self) -> None:
+        """What the flushing thread does while the engine is idle (it does not run here)."""
+        self.side.in_flight.flush()
 
     def finish_copies(self) -> None:
         """Everything that was submitted comes to its end."""
@@ -166,8 +166,8 @@ class Wiring:
         self.finish_copies()
 
     # ---------------------------------------------------------------------------- for the checks
-    def watch(self, rank: int, job: CopyJob, item: CopyItem, when: str) -> None:
+    def watch(self, rank: int, job: CopyJob, slot: int, when: str) -> None:
         """Around the copy of one slot on one rank (see LateEngine)."""
 
-    def refused(self, job: CopyJob, item: CopyItem, reason: str) -> None:
+    def refused(self, job: CopyJob, slot: int, reason: str) -> None:
         """The real transfer engine did not copy a slot."""

@@ -394,11 +394,11 @@ def test_gpu_round_trip(backend, caplog):
         assert engine.pinned.join(60)
         before, blocks = kv.clone(), np.random.default_rng(1).permutation(32)[:8]
         arena.set(3, SlotState.RESERVED, 5)
-        engine.submit(job("store", [item(layouts, 0, 3, SLOT, blocks)], 1))
+        engine.submit(*job("store", [item(layouts, 0, 3, SLOT, blocks)], 1))
         assert engine.drain(WAIT)
         kv.zero_()
         arena.set(3, SlotState.COMMITTED, 5)
-        engine.submit(job("load", [item(layouts, 0, 3, SLOT, blocks)], 2))
+        engine.submit(*job("load", [item(layouts, 0, 3, SLOT, blocks)], 2))
         assert engine.drain(WAIT)
         assert [(r.ok, r.reason) for r in engine.poll()] == [(True, ""), (True, "")]
         assert torch.equal(kv[:, blocks], before[:, blocks])

@@ -11,12 +11,14 @@ import numpy as np
 from vllm.v1.core.block_pool import BlockPool
 
 from lmcache_shm.arena import segment
+from lmcache_shm.arena.job import CopyJob
 from lmcache_shm.arena.layout import RING, SlotState
-from lmcache_shm.client.jobs import Job, Place
+from lmcache_shm.client.in_flight import InFlightStores
+from lmcache_shm.client.jobs import Place
 from lmcache_shm.client.plan import CachePlan, make_plan
 from lmcache_shm.client.registration import Epoch
 from lmcache_shm.protocol.keys import seed
-from lmcache_shm.protocol.messages import Acquired, Reserve, Stepped
+from lmcache_shm.protocol.messages import Acquired, Registered, Reserve, Stepped
 from lmcache_shm.server.catalog.catalog import Catalog, GroupSpec
 from lmcache_shm.vllm.metadata import StepMetadata
 from lmcache_shm.vllm.scheduler import SchedulerSide
@@ -59,11 +61,14 @@ class DirectClient:
         commit: Sequence[int] = (),
         abort: Sequence[int] = (),
         release: Sequence[int] = (),
+        registered: Registered | None = None,
     ) -> Stepped | None:
         self.asked.append("step")
         if not self.up:
             return None
         self._unpin(release)
+        if registered is not None and registered.boot != self.boot:
+            return None
         self.catalog.commit(list(commit))
         self.catalog.abort(list(abort))
         if reserve is None:
@@ -98,6 +103,7 @@ class DirectStart:
 
     def __init__(self, client: DirectClient, epoch: Epoch) -> None:
         self.client, self.latest = client, epoch
+        self.in_flight = InFlightStores(client, lambda: self.latest)  # type: ignore[arg-type]
         self.speculative = False
         self.reads = self.writes = True
         self.vllm_config = engine(budget=512)
@@ -108,7 +114,7 @@ class DirectStart:
         return self.latest if self.client.up else None
 
     def close(self) -> None:
-        pass
+        self.in_flight.close()
 
 
 class Request:
@@ -131,13 +137,15 @@ class Rig:
         self.client = DirectClient(self.catalog, self.space.id, b"boot")
         groups = len(plan.groups)
         place = Place(0, [[0] * world] * groups, [512] * groups, "off", plan.chunk_size)
+        registered = Registered(
+            b"boot", arena.arena_id, ready=True, namespace=self.space.id, token_offset=[TOKENS_AT] * groups
+        )  # fmt: skip
         self.epoch = Epoch(
-            b"boot", arena, plan, seed(b"{}"), self.space.id, [TOKENS_AT] * groups, place,
-            np.arange(world), [set() for _ in plan.groups],
+            registered, arena, plan, seed(b"{}"), place, np.arange(world), set(), [set() for _ in plan.groups]
         )  # fmt: skip
         self.start = DirectStart(self.client, self.epoch)
         self.side = SchedulerSide(self.start)  # type: ignore[arg-type]
-        self.side.settler.stepped()
+        self.side.in_flight.stepped()
         self.pool = BlockPool(blocks, enable_caching=True, hash_block_size=32)
         self.manager = SimpleNamespace(
             block_pool=self.pool,
@@ -194,7 +202,7 @@ class Rig:
         return self.step({request: left})
 
     # ----------------------------------------------------------------------------- the workers
-    def report(self, job: Job, *, ok: bool = True, rank: int = 0) -> None:
+    def report(self, job: CopyJob, *, ok: bool = True, rank: int = 0) -> None:
         self.arena.boards[0, rank, job.id % RING] = job.id << 1 | int(ok)
 
     def store(self, request: Any) -> None:
@@ -227,6 +235,6 @@ def rig_of(*specs: Any, chunk: int = 128, slots: int = 64, **options: Any) -> It
         yield rig
     finally:
         if rig is not None:
-            rig.side.settler.close()
+            rig.side.start.close()
         arena.unlink()
         arena.close()

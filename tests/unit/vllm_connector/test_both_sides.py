@@ -17,7 +17,7 @@ from vllm.v1.core.block_pool import BlockPool
 from lmcache_shm.client.groups import ModelError
 from lmcache_shm.config import connector_config
 from lmcache_shm.transfer.engine import JobResult
-from lmcache_shm.transfer.strided import BundleCopier
+from lmcache_shm.transfer.strided import RunCopier
 from lmcache_shm.vllm import worker
 from lmcache_shm.vllm.metadata import StepMetadata
 from lmcache_shm.vllm.scheduler import SchedulerSide
@@ -208,10 +208,10 @@ def test_a_slot_that_changes_hands_fails_the_load(instance: str) -> None:
 def test_a_rest_ends_with_the_load_or_after_a_moment(
     instance: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    go, copy = threading.Event(), BundleCopier.load
+    go, copy = threading.Event(), RunCopier.load
     with served(instance, full()) as (_, pair):
         pair.store("a")
-        monkeypatch.setattr(BundleCopier, "load", lambda *args: go.wait(10) and copy(*args))
+        monkeypatch.setattr(RunCopier, "load", lambda *args: go.wait(10) and copy(*args))
         request = pair.request("b")
         assert pair.side.matched_tokens(request, 0) == (256, True)
         pair.side.allocated(request, pair.tables["b"], 256)
@@ -281,7 +281,7 @@ class Stuck:
         self.jobs: list[Any] = []
         self.results: list[JobResult] = []
 
-    def submit(self, job: Any) -> None:
+    def submit(self, job: Any, *_: Any) -> None:
         self.jobs.append(job)
 
     def poll(self) -> list[JobResult]:
@@ -309,7 +309,7 @@ def test_an_arena_that_is_cut_differently_gets_another_engine(instance: str) -> 
         assert arena is not None
         (mount,) = worker._mounts.values()
         plan, first = mount.plan, mount.engine
-        assert worker._prepare(hello, arena) == mount.layout.region_bytes
+        assert worker._prepare(hello, arena) == mount.region_bytes
         assert list(worker._mounts.values()) == [mount]  # the same options: the same engine
 
         mount.engine = stuck = Stuck()  # type: ignore[assignment]
