@@ -208,14 +208,19 @@ class Engine:
         if self.options.get("hasty"):  # negative control: commit before the copies are done
             self.client.step(commit=rows)
         self._order(job.id, "store", items)
-        self.stores.flush()
-        ok = not self.stores.copying
-        if not ok:  # a worker has died, and will not report any more
-            self.stores.refuse({job.id: set(range(self.world))})
-            self.stores.flush()
-        elif (arena.hot["state"][rows] == SlotState.COMMITTED).all():
+        ok = self._finish(job)
+        if ok and (arena.hot["state"][rows] == SlotState.COMMITTED).all():
             self.stored = len({c for _, _, c in granted})
         self.counts["stored" if ok else "stores_failed"] += len(rows)
+
+    def _finish(self, job: CopyJob) -> bool:
+        """Commit or abort the rows of a store whose workers have answered, or died; whether all have reported it."""
+        self.stores.flush()
+        if not self.stores.copying:
+            return True
+        self.stores.refuse({job.id: set(range(self.world))})
+        self.stores.flush()
+        return False
 
     def _order(
         self, job: int, do: str, items: list[tuple[int, int, int, bytes]]

@@ -68,7 +68,7 @@ SCHEDULER = [
     Point("scheduler", CLIENT + "connection:Connection._receive", 4),
     Point("scheduler", "__main__:Engine._load", 1),
     Point("scheduler", "__main__:Engine._order"),
-    Point("scheduler", "__main__:Engine._on_board", 2),
+    Point("scheduler", CLIENT + "in_flight:InFlightStores._reported", 2),
 ]
 WORKER = [
     Point("worker", CLIENT + "client:WorkerClient._greet", 1, "reconnect"),
