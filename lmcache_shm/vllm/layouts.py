@@ -7,8 +7,7 @@ from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
 
-from lmcache_shm.client.groups import KVGroup, ModelError
-from lmcache_shm.client.plan import CachePlan
+from lmcache_shm.client.plan import CachePlan, KVGroup, ModelError
 from lmcache_shm.transfer.pages import GroupPages, PlacementError, SlotLayout, group_pages
 from lmcache_shm.transfer.pages import Part as PagePart
 from lmcache_shm.vllm.groups import content_bytes

@@ -10,10 +10,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from lmcache_shm.client.admission import Parking
 from lmcache_shm.client.copy_plan import CannotLoad, plan_load
 from lmcache_shm.client.counts import Counts
-from lmcache_shm.client.loads import Loading
+from lmcache_shm.client.loads import LoadAdmission, Loading
 from lmcache_shm.client.lookup import Hit, look_up
 from lmcache_shm.client.registration import Epoch
 from lmcache_shm.protocol.keys import KEY
@@ -41,7 +40,7 @@ class SchedulerSide:
         self.counts = Counts()
         self.in_flight = start.in_flight
         self.planner = StorePlanner(self.in_flight, self.counts)
-        self.parking = Parking(start.vllm_config, start.groups, len(start.ignored))
+        self.parking = LoadAdmission(start.vllm_config, start.groups, len(start.ignored))
         self.pool: Any = None
         self._requests: dict[str, RequestState] = {}
         self._loading = Loading(self.counts)

@@ -12,9 +12,8 @@ from typing import Any
 
 from lmcache_shm.client.autostart import AutostartError, ensure_server
 from lmcache_shm.client.client import CacheClient, pack_rows
-from lmcache_shm.client.groups import ModelError
 from lmcache_shm.client.in_flight import InFlightStores
-from lmcache_shm.client.plan import CachePlan, chosen_chunk_size, make_plan
+from lmcache_shm.client.plan import CachePlan, ModelError, chosen_chunk_size, make_plan
 from lmcache_shm.client.registration import Epoch
 from lmcache_shm.config import Config
 from lmcache_shm.protocol.messages import GroupInfo, HelloReply, Register, Registered

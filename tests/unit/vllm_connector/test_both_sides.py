@@ -14,7 +14,7 @@ import torch
 from msgspec import structs
 from vllm.v1.core.block_pool import BlockPool
 
-from lmcache_shm.client.groups import ModelError
+from lmcache_shm.client.plan import ModelError
 from lmcache_shm.config import connector_config
 from lmcache_shm.transfer.engine import JobResult
 from lmcache_shm.transfer.strided import RunCopier

@@ -23,8 +23,7 @@ from vllm.v1.worker.utils import allocate_kv_cache
 
 from lmcache_shm.arena.job import Pages
 from lmcache_shm.arena.layout import SlotState
-from lmcache_shm.client.groups import ModelError
-from lmcache_shm.client.plan import make_plan
+from lmcache_shm.client.plan import ModelError, make_plan
 from lmcache_shm.transfer.cpu import CpuEngine
 from lmcache_shm.transfer.pages import GroupPages, SlotLayout
 from lmcache_shm.vllm.groups import content_bytes, kv_groups

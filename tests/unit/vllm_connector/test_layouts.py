@@ -5,8 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from lmcache_shm.client.groups import ModelError
-from lmcache_shm.client.plan import make_plan
+from lmcache_shm.client.plan import ModelError, make_plan
 from lmcache_shm.vllm.groups import kv_groups
 from lmcache_shm.vllm.layouts import pages_by_group, rank_layouts, tensors_of, worker_facts
 
