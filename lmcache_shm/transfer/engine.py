@@ -92,10 +92,10 @@ class InFlightJob:
 
 
 class InFlightJobs:
-    """Jobs without a result yet, and results that nobody has fetched yet. Thread-safe.
+    """Jobs without a result yet, and results that were not fetched yet. Thread-safe.
 
     A job ends when nothing touches its memory any more *and* either all units are done or there is a reason to
-    stop: a failure, a passed deadline, the engine's end. So a job that nobody has started can end at once, and a running
+    stop: a failure, a passed deadline, the engine's end. So a job that was not started can end at once, and a running
     one never ends early. ``changed`` is the condition behind everything: notified when a job is added or ends,
     and usable by the owner for its own queues.
     """

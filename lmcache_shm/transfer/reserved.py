@@ -95,7 +95,7 @@ class PageTables:
         self._thread.join()
 
     def _run(self) -> None:
-        # The thread only makes page tables; whoever computes should win the core.
+        # Page tables can wait: threads that compute get the core first.
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
         size = len(self._mapping)
         while self._done < size and not self._stop.is_set():
@@ -167,15 +167,15 @@ class PinnedMemory:
                     return
                 self._shift[self._registered] = self._device.register(low, high - low) - low
                 self._registered += 1
-                self._upto = high  # last: from now on copies count on it
+                self._upto = high  # last: from now on copies rely on it
                 self._stop.wait(PAUSE_S)
-        except Exception as error:  # noqa: BLE001 - whatever it is, copies go on without
+        except Exception as error:  # noqa: BLE001 - any failure: copies go on without pinning
             logger.warning(
                 "%.1f GiB of the arena stay unpinned and are copied as pageable memory, which is "
                 "several times slower: %s. %s",
                 (self._ranges[-1][1] - self._upto) / 2**30,
                 error,
-                getattr(error, "remedy", "") or USUAL_REASON,
+                getattr(error, "fix", "") or USUAL_REASON,
             )
             return
         logger.info(

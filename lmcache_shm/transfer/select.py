@@ -31,7 +31,7 @@ def open_engine(
     """An engine for ``tensors`` (torch tensors of all groups, on one device).
 
     ``threads`` is for CPU, ``backend`` and ``kernel_below`` (bytes a page, by kind of job) for CUDA. Where
-    CUDA cannot be used the engine copies pageable memory through torch, and says so once.
+    CUDA cannot be used, the engine logs one warning and copies pageable memory through torch.
     """
     kind = tensors[0].device.type
     if kind == "cpu":
@@ -40,7 +40,7 @@ def open_engine(
 
     device = _device(tensors)
     if isinstance(device, TorchDevice):
-        backend = "pageable"  # it has said so; trying to pin would be a second warning
+        backend = "pageable"  # warned already; trying to pin would be a second warning
     return StreamEngine(arena, layouts, device, backend=backend, kernel_below=kernel_below)
 
 

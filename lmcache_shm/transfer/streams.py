@@ -1,7 +1,7 @@
 """Copies between device memory and the arena on two streams, one for stores and one for loads.
 
 The engine's thread only records an event and queues the job. A thread per stream issues the copies and
-asks for their end events; nobody but these threads ever waits for the device. Life of a job::
+polls their end events; no other thread ever waits for the device. Life of a job::
 
     queued ──begin──▶ issuing ──mark──▶ in flight ──reached──▶ slots checked ──▶ result
       │ deadline, close    │ a call fails    │ device lost            │ changed hands, checksum
@@ -43,8 +43,8 @@ POLL_SECONDS = (0.0002, 0.002)
 """Between two looks at the end event: least and most. In between it is a sixteenth of the time that the
 oldest job has been in flight, so that a store that waits for a long prefill costs the engine no GIL."""
 REFUSED = {1, 801}
-"""What a driver answers that has batches and 2D copies, but not for this device or memory (a pitch that leads
-from one allocation into another, say): invalid value, not supported."""
+"""Invalid value, not supported: codes of a driver that has batches and 2D copies, but not for this device or
+memory (for example a pitch that leads from one allocation into another)."""
 
 
 @dataclass(slots=True)
@@ -206,9 +206,9 @@ class StreamEngine:
         try:
             self._device.warm_up()
         except Exception as error:  # noqa: BLE001 - no compiler, …: no common class
-            self._give_up_kernel(error)
+            self._disable_kernel(error)
 
-    def _give_up_kernel(self, error: Exception) -> None:
+    def _disable_kernel(self, error: Exception) -> None:
         if self._has_kernel:
             logger.warning("the copy kernel cannot be used, copying without it: %s", error)
         self._has_kernel = False
@@ -290,14 +290,14 @@ class StreamEngine:
         return self._has_rows
 
     def _copy_pinned(self, kind: JobKind, ranges: Ranges, keep: list[Any]) -> None:
-        """Try what was chosen; what cannot be used is given up for good, and its copies are done again."""
+        """By the chosen back end; one that cannot be used is not tried again, and its copies are issued anew."""
         if not len(ranges.nbytes):
             return
         if self._backend(kind, ranges) == "kernel":
             try:
                 keep.append(self._device.copy_kernel(kind, self.pinned.as_device_sees(ranges)))
             except Exception as error:  # noqa: BLE001 - no compiler, …: no common class
-                self._give_up_kernel(error)
+                self._disable_kernel(error)
             else:
                 self.used["kernel"] += 1
                 return
@@ -330,7 +330,7 @@ class StreamEngine:
             self._device.copy(kind, device, host, nbytes)
 
     def _has_ended(self, kind: JobKind, issued: IssuedJob) -> bool:
-        """True when the device is done with the job, or cannot be asked any more."""
+        """True when the device is done with the job, or is lost."""
         if issued.end is None:
             return True
         if not self._lost:
@@ -343,7 +343,7 @@ class StreamEngine:
         return True
 
     def _empty(self, kind: JobKind) -> None:
-        """Wait until nothing runs on the stream; a device that cannot even do that is lost."""
+        """Wait until nothing runs on the stream; if that fails, too, the device is lost."""
         try:
             self._device.synchronize(kind)
         except Exception as error:  # noqa: BLE001 - there is nothing left to try
@@ -356,7 +356,7 @@ class StreamEngine:
         self._lost = f"error: device lost: {error}"
 
     def _finish(self, issued: IssuedJob) -> None:
-        """The copies have ended: check the slots (after the event, before anyone hears of it)."""
+        """The copies have ended: check the slots, after the event and before the result."""
         one, reason = issued.one, issued.reason or self._lost
         try:
             if not reason and not self._jobs.must_stop(one):
@@ -366,7 +366,7 @@ class StreamEngine:
             self._jobs.end(one, issued.moved, reason)
 
     def _check(self, one: InFlightJob) -> str:
-        """Checksums written or compared, and who has the slots now: why the job has failed, or ""."""
+        """Write or compare checksums, then check that the slots are still the job's: why it has failed, or ""."""
         reason = ""
         for slot in range(len(one.job.rows)) if one.checksums is not None else ():
             if one.job.kind == "store":

@@ -127,7 +127,7 @@ def count_runs(ids: Ids) -> int:
 
 
 def memory_at(address: int, nbytes: int) -> Bytes:
-    """A uint8 array over memory that somebody else owns and keeps alive; touches nothing."""
+    """A uint8 array over memory that the caller keeps alive; touches nothing."""
     owner = (ctypes.c_uint8 * nbytes).from_address(address)
     return np.frombuffer(memoryview(owner), dtype=np.uint8)
 
@@ -170,7 +170,7 @@ class RunCopier:
 
     def load(self, region: int, first: int, ids: Ids) -> int:
         """Stored pages ``first…`` of the region at arena offset ``region`` → blocks ``ids``; bytes moved."""
-        # Where they are too few for numpy to let others run, large pages must not hold those up.
+        # numpy keeps the GIL for few pages: large ones are copied so that other threads can run.
         flat = self._by_page(ids, few=self.run.runs * len(ids) < BATCH_PAGES)
         if flat is not None:
             for source, index in self._page_rows(region, first, ids):

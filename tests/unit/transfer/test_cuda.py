@@ -169,7 +169,7 @@ def test_registration_maps_and_says_what_to_do_when_it_fails(device):
     for code in (2, 304):
         with pytest.raises(DeviceError, match="out of luck") as caught:
             device(Library(codes={"cuMemHostRegister_v2": code})).register(4096, 8192)
-        assert "memlock" in caught.value.remedy
+        assert "memlock" in caught.value.fix
 
 
 def test_memory_that_cannot_be_mapped_does_not_stay_registered(device):

@@ -517,7 +517,7 @@ def test_a_thread_that_cannot_use_the_device_fails_jobs_instead_of_hanging(
 # ------------------------------------------------------------------------------------------- pinning
 
 
-def test_failed_registration_is_said_once_with_the_remedy_and_copies_go_on(rigs, caplog):
+def test_failed_registration_is_logged_once_with_the_fix_and_copies_go_on(rigs, caplog):
     """A memlock limit that only the first two registrations fit into."""
     device = SimulatedDevice(pinned_limit=3 * SLOT)
     with caplog.at_level("WARNING"):
