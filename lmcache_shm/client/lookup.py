@@ -1,4 +1,4 @@
-"""Ask the server for a prefix, and believe only what the slots themselves confirm."""
+"""Look up a prefix: ask the server, and offer only what the slots themselves confirm."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -59,6 +59,8 @@ def look_up(
     if not confirm(hit, keys):
         give_back(hit.lease)
         return None, "collision"
+    for group, (first, rows) in enumerate(zip(hit.first, hit.rows, strict=True)):
+        epoch.remember(group, *keys.split(first, first + len(rows)))
     return hit, ""
 
 

@@ -1,6 +1,6 @@
 """One registration with one server: the arena, the namespace, and what is known to be stored in it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -33,6 +33,13 @@ class Epoch:
     busy: set[int]
     """Rows that were named as busy, and that are to be aborted once their copies have ended."""
     known: list[set[bytes]]
+    boot: bytes = field(init=False)
+    namespace: int = field(init=False)
+    token_offset: list[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.boot, self.namespace = self.registered.boot, self.registered.namespace
+        self.token_offset = self.registered.token_offset
 
     @classmethod
     def of(
@@ -60,18 +67,6 @@ class Epoch:
             busy=set(unpack_rows(register.busy_rows)),
             known=[set() for _ in plan.groups],
         )
-
-    @property
-    def boot(self) -> bytes:
-        return self.registered.boot
-
-    @property
-    def namespace(self) -> int:
-        return self.registered.namespace
-
-    @property
-    def token_offset(self) -> list[int]:
-        return self.registered.token_offset
 
     @property
     def arena_id(self) -> bytes:

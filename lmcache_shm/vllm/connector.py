@@ -21,8 +21,8 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from lmcache_shm.config import connector_config
 from lmcache_shm.log import NAME
+from lmcache_shm.vllm.engine_api import StepMetadata
 from lmcache_shm.vllm.layouts import WorkerFacts, layer_backends
-from lmcache_shm.vllm.metadata import StepMetadata
 from lmcache_shm.vllm.scheduler import SchedulerSide
 from lmcache_shm.vllm.start import Start, world_size
 from lmcache_shm.vllm.stats import ShmPromMetrics, ShmStats

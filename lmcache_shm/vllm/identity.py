@@ -12,11 +12,14 @@ from typing import Any
 
 import msgspec
 
+from lmcache_shm.client.requests import Identity, Unidentified
+
 _encode = msgspec.msgpack.Encoder().encode
 
 
-class Unidentified(Exception):
-    """Something in the request has no identity, so nothing of it may be stored or looked up."""
+def identify(request: Any, chunk_size: int) -> Identity:
+    """Of vLLM's `request`. Raises Unidentified."""
+    return Identity(extra_of(request, chunk_size), salt_bytes(request))
 
 
 def extra_of(request: Any, chunk_size: int) -> Callable[[int], bytes] | None:

@@ -15,12 +15,17 @@ from lmcache_shm.client.counts import Counts
 from lmcache_shm.client.loads import LoadAdmission, Loading
 from lmcache_shm.client.lookup import Hit, look_up
 from lmcache_shm.client.registration import Epoch
-from lmcache_shm.protocol.keys import KEY
+from lmcache_shm.client.requests import RequestState
+from lmcache_shm.client.store_planner import Batch, EngineStep, StorePlanner
 from lmcache_shm.protocol.messages import Reserve
-from lmcache_shm.server.catalog.index import split
-from lmcache_shm.vllm.metadata import RefusedStores, StepMetadata
-from lmcache_shm.vllm.planner import Batch, StorePlanner
-from lmcache_shm.vllm.requests import RequestState
+from lmcache_shm.vllm.engine_api import (
+    ConnectorOutput,
+    KVCacheManager,
+    RefusedStores,
+    ScheduledRequest,
+    StepMetadata,
+)
+from lmcache_shm.vllm.identity import identify
 from lmcache_shm.vllm.start import Start
 
 log = logging.getLogger("lmcache_shm")
@@ -51,14 +56,16 @@ class SchedulerSide:
         self._null = 0
 
     # -------------------------------------------------------------------------------- requests
-    def on_new_request(self, request: Any) -> RequestState:
+    def on_new_request(self, request: ScheduledRequest) -> RequestState:
         state = self._requests.get(request.request_id)
         if state is None or state.request is not request:
-            state = RequestState(request, speculative=self.start.speculative)
+            state = RequestState(request, identify, speculative=self.start.speculative)
             self._requests[request.request_id] = state
         return state
 
-    def matched_tokens(self, request: Any, local_tokens: int) -> tuple[int | None, bool]:
+    def matched_tokens(
+        self, request: ScheduledRequest, local_tokens: int
+    ) -> tuple[int | None, bool]:
         """How many tokens beyond `local_tokens` can be loaded; idempotent until they are allocated for.
 
         None: vLLM shall pass over this request now and ask again in its next step.
@@ -122,16 +129,12 @@ class SchedulerSide:
             self.counts.add(f"misses.{why}")
             if why == "collision":
                 self.client.count("collision")
-        if hit is not None:
-            for group, (first, rows) in enumerate(zip(hit.first, hit.rows, strict=True)):
-                packed = bytes(keys.keys[first * KEY : (first + len(rows)) * KEY])
-                epoch.remember(group, *split(packed))
         state.hit = hit
         self.in_flight.wake()
         return hit
 
     def allocated(
-        self, request: Any, tables: Sequence[Sequence[int]], external_tokens: int
+        self, request: ScheduledRequest, tables: Sequence[Sequence[int]], external_tokens: int
     ) -> None:
         """VLLM has blocks for `external_tokens` of what was offered (0: it does not want any)."""
         state = self.on_new_request(request)
@@ -156,12 +159,12 @@ class SchedulerSide:
             return
         self._loading.begin(req_id, hit, copies)
 
-    def doom(self, request: Any, why: str) -> None:
+    def doom(self, request: ScheduledRequest, why: str) -> None:
         """This load cannot be done; vLLM waits for it."""
         self.on_new_request(request).no_external = True
         self._loading.doom(request.request_id, why)
 
-    def request_finished(self, request: Any) -> None:
+    def request_finished(self, request: ScheduledRequest) -> None:
         self._recomputing.discard(request.request_id)
         state = self._requests.pop(request.request_id, None)
         if state is not None:
@@ -171,7 +174,7 @@ class SchedulerSide:
             self.parking.leave(request.request_id)
 
     # ------------------------------------------------------------------------------------ steps
-    def build_metadata(self, output: Any) -> StepMetadata:
+    def build_metadata(self, output: EngineStep) -> StepMetadata:
         """Plan this step's stores, settle what has ended, one round trip if anything is to be said."""
         meta = StepMetadata()
         self._loading.tell(meta)
@@ -184,7 +187,7 @@ class SchedulerSide:
         self.in_flight.wake()
         return meta
 
-    def _follow(self, output: Any) -> None:
+    def _follow(self, output: EngineStep) -> None:
         """Who was preempted, who runs now."""
         for req_id in output.preempted_req_ids or ():
             if req_id in self._requests:
@@ -203,7 +206,7 @@ class SchedulerSide:
             log.exception("lmcache_shm: %s failed", what)
             self.counts.add("errors")
 
-    def _store(self, output: Any, meta: StepMetadata) -> None:
+    def _store(self, output: EngineStep, meta: StepMetadata) -> None:
         batch: Batch | None = None
 
         def reserve() -> Reserve | None:
@@ -224,7 +227,7 @@ class SchedulerSide:
             meta.stores.append(job)
             meta.places[job.arena_id] = batch.epoch.place
 
-    def output(self, connector_output: Any) -> None:
+    def output(self, connector_output: ConnectorOutput) -> None:
         """What the workers report with a step: ended loads, stores that could not begin."""
         failed = connector_output.failed_recving or ()
         for req_id in connector_output.finished_recving or ():
@@ -255,7 +258,7 @@ class SchedulerSide:
         return self.in_flight.copying or self.in_flight.ended or self._loading.cancelling
 
     # ------------------------------------------------------------------------------------- cache
-    def bind(self, manager: Any) -> None:
+    def bind(self, manager: KVCacheManager) -> None:
         """Take references in this manager's block pool; let its reset wait for copies that are underway.
 
         Before vLLM allocates blocks or counts free ones, those of ended copies are given back: so an idle

@@ -22,6 +22,7 @@ from lmcache_shm.transfer.engine import JobResult
 from lmcache_shm.transfer.pages import GroupPages
 from lmcache_shm.transfer.plan import RequestedBackend
 from lmcache_shm.transfer.select import open_engine
+from lmcache_shm.vllm.engine_api import RefusedStores, StepMetadata
 from lmcache_shm.vllm.groups import kv_groups
 from lmcache_shm.vllm.layouts import (
     WorkerFacts,
@@ -30,7 +31,6 @@ from lmcache_shm.vllm.layouts import (
     tensors_of,
     worker_facts,
 )
-from lmcache_shm.vllm.metadata import RefusedStores, StepMetadata
 from lmcache_shm.vllm.mount import Attachment, Mount
 from lmcache_shm.vllm.start import engine_id
 

@@ -8,12 +8,13 @@ from unittest.mock import patch
 
 import numpy as np
 
-from lmcache_shm.client import copy_plan, lookup
+from lmcache_shm.client import copy_plan, lookup, requests
+from lmcache_shm.client import store_planner as planner
 from lmcache_shm.client.in_flight import InFlightStores
 from lmcache_shm.protocol import rules as hits
 from lmcache_shm.protocol.rules import Window
 from lmcache_shm.transfer.guard import SlotGuard
-from lmcache_shm.vllm import planner, requests, scheduler
+from lmcache_shm.vllm import identity, scheduler
 
 Enter = Callable[[ExitStack], None]
 
@@ -282,7 +283,7 @@ def forget_to_store_the_last_chunk(patches: ExitStack) -> None:
 @mutation("key", "read", "load", families=("full", "windows"))
 def leave_the_salt_out_of_the_key(patches: ExitStack) -> None:
     """Two tenants share a prefix."""
-    patches.enter_context(patch.object(requests, "extra_of", lambda request, chunk_size: None))
+    patches.enter_context(patch.object(identity, "extra_of", lambda request, chunk_size: None))
 
 
 @mutation("offer", families=("full", "gdn"))

@@ -20,7 +20,7 @@ from lmcache_shm.client.registration import Epoch
 from lmcache_shm.protocol.keys import seed
 from lmcache_shm.protocol.messages import Acquired, Registered, Reserve, Stepped
 from lmcache_shm.server.catalog.catalog import Catalog, GroupSpec
-from lmcache_shm.vllm.metadata import StepMetadata
+from lmcache_shm.vllm.engine_api import StepMetadata
 from lmcache_shm.vllm.scheduler import SchedulerSide
 
 from .worlds import engine, groups_of

@@ -19,7 +19,7 @@ from lmcache_shm.config import connector_config
 from lmcache_shm.transfer.engine import JobResult
 from lmcache_shm.transfer.strided import RunCopier
 from lmcache_shm.vllm import worker
-from lmcache_shm.vllm.metadata import StepMetadata
+from lmcache_shm.vllm.engine_api import StepMetadata
 from lmcache_shm.vllm.scheduler import SchedulerSide
 from lmcache_shm.vllm.start import Start
 from lmcache_shm.vllm.worker import WorkerSide

@@ -9,7 +9,7 @@ from lmcache_shm.arena.job import CopyJob
 from lmcache_shm.arena.layout import SlotState
 from lmcache_shm.client import in_flight
 from lmcache_shm.protocol.keys import encode_tokens
-from lmcache_shm.vllm.metadata import RefusedStores
+from lmcache_shm.vllm.engine_api import RefusedStores
 
 from .rig import TOKENS_AT, Rig, rig_of
 from .worlds import full, state, window

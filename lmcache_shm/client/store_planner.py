@@ -1,9 +1,9 @@
 """One step's stores over all requests: found cheaply, reserved in one message, turned into jobs."""
 
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from lmcache_shm.arena.job import CopyJob
 from lmcache_shm.client.client import unpack_rows
@@ -11,14 +11,48 @@ from lmcache_shm.client.copy_plan import ChunkCopy, States, step_states, storabl
 from lmcache_shm.client.counts import Counts
 from lmcache_shm.client.in_flight import InFlightStores
 from lmcache_shm.client.registration import Epoch
+from lmcache_shm.client.requests import RequestState
 from lmcache_shm.protocol.keys import KEY
 from lmcache_shm.protocol.messages import BUSY, EXISTS, Reserve, Stepped
-from lmcache_shm.vllm.requests import RequestState
 
 MAX_ENTRIES = 64 << 10
 """Of one reserve; what is beyond is not stored in this step."""
 
-Tables = tuple[list[int], ...]
+Tables = Sequence[Sequence[int]]
+
+
+class BlockPool(Protocol):
+    """The engine's blocks. A block with a reference is not given to another request."""
+
+    null_block: Any
+    """Stands in block tables where there is no block."""
+    blocks: Sequence[Any]
+    """By block id."""
+
+    def touch(self, blocks: Sequence[Any]) -> None:
+        """Take a reference on each."""
+
+    def free_blocks(self, ordered_blocks: Iterable[Any]) -> None:
+        """Release a reference on each; first to be evicted come first."""
+
+
+class BlockState(Protocol):
+    """Where the requests' tokens are once the step has run."""
+
+    boundary_state_offloads: Mapping[str, Sequence[tuple[int, int, int]]]
+    """By request: recurrent states as (KV cache group, block, boundary in tokens)."""
+
+    def get_block_ids(self, req_id: str) -> Tables | None:
+        """Block tables by KV cache group."""
+
+
+class EngineStep(Protocol):
+    """One step of the engine as it was scheduled."""
+
+    num_scheduled_tokens: Mapping[str, int]
+    scheduled_spec_decode_tokens: Mapping[str, Any]
+    preempted_req_ids: Iterable[str] | None
+    kv_connector_block_state: BlockState
 
 
 @dataclass(slots=True)
@@ -37,7 +71,11 @@ class StorePlanner:
         self._counts = counts
 
     def plan(
-        self, output: Any, epoch: Epoch, requests: Mapping[str, RequestState], pool: Any
+        self,
+        output: EngineStep,
+        epoch: Epoch,
+        requests: Mapping[str, RequestState],
+        pool: BlockPool,
     ) -> "Batch | None":
         """What to ask the server for; None in most steps. A few integer comparisons per request, no more."""
         blocks = output.kv_connector_block_state
@@ -81,8 +119,8 @@ class StorePlanner:
         epoch: Epoch,
         n: int,
         tables: Tables,
-        offers: Any,
-        pool: Any,
+        offers: Sequence[tuple[int, int, int]],
+        pool: BlockPool,
         *,
         drafts: bool,
     ) -> RequestStores:
@@ -137,7 +175,7 @@ class StorePlanner:
                 state.states.add(chunk)
             stores.candidates.append(ChunkCopy(index, chunk, pages))
 
-    def _hold(self, state: RequestState, states: States, end: int, pool: Any) -> None:
+    def _hold(self, state: RequestState, states: States, end: int, pool: BlockPool) -> None:
         """Keep states whose chunk's last tokens are still being sampled; let go of those now dealt with."""
         for at in [at for at in state.held if at[1] <= end]:
             pool.free_blocks([state.held.pop(at)])

@@ -1,15 +1,40 @@
-"""What the scheduler side remembers of one request."""
+"""One request of an engine, as far as the cache has to remember it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 from lmcache_shm.client.lookup import Hit
 from lmcache_shm.client.registration import Epoch
 from lmcache_shm.protocol.keys import ChunkKeys, salt_word
-from lmcache_shm.vllm.identity import Unidentified, extra_of, salt_bytes
 
 NEVER = 1 << 62
+
+
+class Unidentified(Exception):
+    """Something in the request has no identity, so nothing of it may be stored or looked up."""
+
+
+class Identity(NamedTuple):
+    """What identifies a request's chunks beside their token ids."""
+
+    extra: Callable[[int], bytes] | None
+    """From a chunk's number to its extra identity; None if the tokens are all there is."""
+    salt: bytes
+
+
+class Request(Protocol):
+    """An engine's request, as it is now. Everything else of it is for `identify` to read."""
+
+    request_id: str
+    all_token_ids: Sequence[int]
+    num_tokens: int
+    num_prompt_tokens: int
+    num_computed_tokens: int
+
+
+Identify = Callable[[Any, int], Identity]
+"""Of a request, in chunks of so many tokens. Raises Unidentified."""
 
 
 @dataclass(eq=False, slots=True)
@@ -19,7 +44,8 @@ class RequestState:
     `next_end`: token count from which on there is something to store; NEVER if nothing may be.
     """
 
-    request: Any
+    request: Request
+    identify: Identify
     next_end: int = 0
     next_chunk: int = 0
     """First chunk that no step has been through yet."""
@@ -53,11 +79,11 @@ class RequestState:
         self.rewind()
         size = epoch.plan.chunk_size
         try:
-            self.extra = extra_of(self.request, size)
+            identity = self.identify(self.request, size)
         except Unidentified:
             self.next_end = NEVER
             return False
-        self.salt = salt_word(salt_bytes(self.request))
+        self.extra, self.salt = identity.extra, salt_word(identity.salt)
         self.keys = ChunkKeys(epoch.seed, size)
         return True
 
