@@ -22,6 +22,7 @@ from lmcache_shm.transfer.pages import GroupPages
 from lmcache_shm.transfer.plan import Wish
 from lmcache_shm.transfer.select import open_engine
 from lmcache_shm.vllm.groups import kv_groups
+from lmcache_shm.vllm.hooks import CHANGES, watch_worker
 from lmcache_shm.vllm.layouts import (
     WorkerFacts,
     pages_by_group,
@@ -70,6 +71,10 @@ class WorkerSide:
         self._refused: dict[int, set[int]] = {}
         self._void: set[int] = set()
         """Loads that were cancelled: failed, however they end."""
+        watch_worker()
+        self._changes = CHANGES.count  # of another engine's weights, earlier in this process
+        CHANGES.listeners.append(self._weights_changed)
+        self._planned_for = 0  # as many changes of the weights did the scheduler know of in this step
         self._said: dict[str, float] = {}
         self._submitted = threading.Event()
         self._closed = False
@@ -133,6 +138,7 @@ class WorkerSide:
     # ------------------------------------------------------------------------------------- steps
     def start_loads(self, meta: StepMetadata) -> None:
         """Submit this step's loads, after the work that was submitted to the device before."""
+        self._planned_for = meta.weights.get(self.rank, 0)
         with self._lock:
             self._loaded += [(req_id, False) for req_id in meta.doomed]
             self._void.update(meta.cancelled)
@@ -148,6 +154,10 @@ class WorkerSide:
 
     def _try(self, job: Job, kind: Any, place: Place, deadline_s: float) -> None:
         """Submit; whatever goes wrong, the job gets an answer, and the engine lives."""
+        if self.changes != self._planned_for:
+            self._fail(f"{kind}s_failed.weights", "it was planned before the weights were changed")
+            self._refuse(job, kind)
+            return
         with self._lock:
             mount = self._mounts.get(job.arena_id)
             if mount is not None and not mount.fits(place):
@@ -230,11 +240,14 @@ class WorkerSide:
 
     def refused(self) -> RefusedStores | None:
         """Stores that could not even begin, for the scheduler side."""
-        if not self._refused:
+        changes = self.changes
+        if not self._refused and changes == self._planned_for:
             return None
         with self._lock:
             refused, self._refused = self._refused, {}
-        return RefusedStores(refused)
+        if changes == self._planned_for:
+            return RefusedStores(refused)
+        return RefusedStores(refused, {self.rank: (changes, CHANGES.at)})
 
     def publish(self) -> None:
         """Pass on what the engines have ended. Any thread."""
@@ -293,12 +306,25 @@ class WorkerSide:
         for mount in mounts:
             mount.engine.close()
 
+    # ------------------------------------------------------------------------------------ weights
+    @property
+    def changes(self) -> int:
+        """How often the weights in this process were changed since this rank was set up."""
+        return CHANGES.count - self._changes
+
+    def _weights_changed(self) -> None:
+        """What is being loaded, or was and has not been reported yet, belongs to other weights."""
+        with self._lock:
+            self._void.update(n for m in self._mounts.values() for n in m.jobs if n < 0)
+            self._loaded = [(req_id, False) for req_id, _ in self._loaded]
+
     # ---------------------------------------------------------------------------------------- end
     def close(self) -> None:
         """Let stores end (bounded), report them, stop touching the arena and the blocks."""
         if self._closed:
             return
         self._closed = True
+        CHANGES.listeners.remove(self._weights_changed)
         end = time.monotonic() + DRAIN_S
         for mount in list(self._mounts.values()):
             mount.engine.drain(max(end - time.monotonic(), 0))
