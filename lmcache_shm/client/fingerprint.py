@@ -98,12 +98,12 @@ def _stats(files: Iterable[Path]) -> Stats:
 
 def _check_untouched(path: Path, stats: Stats, began: float) -> None:
     """Raises Unidentified if what is there now may not be what was there at `began`."""
-    changed = {file: ctime for file, (_, _, _, _, ctime) in stats.items()}
     # A folder's time is that of files that came, went, or took another's name; a link may have been turned.
     links = [part for part in (path.absolute(), *path.absolute().parents) if part.is_symlink()]
-    changed |= {link: link.lstat().st_ctime_ns for link in links}
-    changed[path] = path.stat().st_ctime_ns
-    for file, ctime in changed.items():
+    times = [(file, ctime) for file, (_, _, _, _, ctime) in stats.items()]
+    times += [(link, link.lstat().st_ctime_ns) for link in links]
+    times.append((path, path.stat().st_ctime_ns))
+    for file, ctime in times:
         if ctime >= (began - CLOCK_S) * 1e9:
             raise Unidentified(f"{file} changed after this engine had begun to start")
 
@@ -140,6 +140,8 @@ class Memory:
         return {k: v for k, v in known.items() if isinstance(v, str) and re.fullmatch("[0-9a-f]{32}", v)}
 
     def _save(self, new: dict[str, str]) -> None:
+        if not new:
+            return
         try:
             self.file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             kept = list((self._load() | new).items())[-REMEMBERED:]

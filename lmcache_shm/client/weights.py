@@ -70,6 +70,7 @@ class Weights:
         if self._loaded is None:
             self._loaded = private()
         self._known.set()
+        _all.discard(self)
 
     def _find(self) -> None:
         began = time.monotonic()
@@ -104,7 +105,7 @@ class Weights:
             if at <= self._current[1]:
                 return False
             self._before_reset = None
-            self._current = private(), time.monotonic()
+            self._current = private(), at
             return True
 
     def name(self, version: str) -> None:

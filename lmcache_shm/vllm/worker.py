@@ -72,7 +72,8 @@ class WorkerSide:
         self._void: set[int] = set()
         """Loads that were cancelled: failed, however they end."""
         watch_worker()
-        self._changes = CHANGES.count  # of another engine's weights, earlier in this process
+        self._weights = CHANGES
+        self._first = CHANGES.count  # what was before concerned another engine in this process
         CHANGES.listeners.append(self._weights_changed)
         self._planned_for = 0  # as many changes of the weights did the scheduler know of in this step
         self._said: dict[str, float] = {}
@@ -247,7 +248,7 @@ class WorkerSide:
             refused, self._refused = self._refused, {}
         if changes == self._planned_for:
             return RefusedStores(refused)
-        return RefusedStores(refused, {self.rank: (changes, CHANGES.at)})
+        return RefusedStores(refused, {self.rank: (changes, self._weights.at)})
 
     def publish(self) -> None:
         """Pass on what the engines have ended. Any thread."""
@@ -310,7 +311,7 @@ class WorkerSide:
     @property
     def changes(self) -> int:
         """How often the weights in this process were changed since this rank was set up."""
-        return CHANGES.count - self._changes
+        return self._weights.count - self._first
 
     def _weights_changed(self) -> None:
         """What is being loaded, or was and has not been reported yet, belongs to other weights."""
@@ -324,7 +325,7 @@ class WorkerSide:
         if self._closed:
             return
         self._closed = True
-        CHANGES.listeners.remove(self._weights_changed)
+        self._weights.listeners.remove(self._weights_changed)
         end = time.monotonic() + DRAIN_S
         for mount in list(self._mounts.values()):
             mount.engine.drain(max(end - time.monotonic(), 0))
