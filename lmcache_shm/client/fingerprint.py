@@ -9,6 +9,7 @@ The digest has to be that of the bytes that were *loaded*, some time before. So 
 the engine began to start (by ctime, which no user can set) has no identity.
 """
 
+import fcntl
 import json
 import logging
 import os
@@ -16,8 +17,9 @@ import re
 import tempfile
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import xxhash
@@ -117,18 +119,38 @@ class Memory:
         """How much had to be read."""
 
     def digests(self, stats: Stats) -> dict[Path, str]:
-        """The digest of each file's content. Reads those that are not known, in a few threads."""
-        known = self._load()
-        found = {file: known[key] for file, s in stats.items() if (key := _key(s)) in known}
-        missing = [file for file in stats if file not in found]
-        if not missing:
-            return found
-        self.read_bytes += sum(stats[file][2] for file in missing)
-        with ThreadPoolExecutor(THREADS, "lmcache-shm-weights") as pool:
-            found.update(zip(missing, pool.map(content_digest, missing), strict=True))
-        settled = (time.time() - SETTLED_S) * 1e9
-        self._save({_key(stats[f]): found[f] for f in missing if stats[f][4] < settled})
+        """The digest of each file's content. Reads those that are not known, in a few threads; engines that start
+        together read one after the other, so that all but the first find everything known."""
+        found = self._known(stats)
+        if len(found) < len(stats):
+            with self._alone():
+                found = self._known(stats)
+                missing = [file for file in stats if file not in found]
+                self.read_bytes += sum(stats[file][2] for file in missing)
+                with ThreadPoolExecutor(THREADS, "lmcache-shm-weights") as pool:
+                    found.update(zip(missing, pool.map(content_digest, missing), strict=True))
+                settled = (time.time() - SETTLED_S) * 1e9
+                self._save({_key(stats[f]): found[f] for f in missing if stats[f][4] < settled})
         return found
+
+    def _known(self, stats: Stats) -> dict[Path, str]:
+        known = self._load()
+        return {file: known[key] for file, s in stats.items() if (key := _key(s)) in known}
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """No other process is in here; where nothing can be locked, one may be."""
+        try:
+            self.file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            handle = os.open(self.file.with_suffix(".lock"), os.O_CREAT | os.O_RDWR, 0o600)
+        except OSError:
+            yield
+            return
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(handle)
 
     def _load(self) -> dict[str, str]:
         try:
@@ -137,13 +159,14 @@ class Memory:
             return {}
         if not isinstance(known, dict):
             return {}
-        return {k: v for k, v in known.items() if isinstance(v, str) and re.fullmatch("[0-9a-f]{32}", v)}
+        return {
+            k: v for k, v in known.items() if isinstance(v, str) and re.fullmatch("[0-9a-f]{32}", v)
+        }
 
     def _save(self, new: dict[str, str]) -> None:
         if not new:
             return
         try:
-            self.file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             kept = list((self._load() | new).items())[-REMEMBERED:]
             handle, name = tempfile.mkstemp(dir=self.file.parent, prefix=self.file.name)  # 0600
             try:

@@ -172,18 +172,20 @@ def _loaded(model: Any, load_format: str, memory: Memory) -> str:
         return f"dummy, seed {model.seed}"
     if load_format not in _FROM_FILES or getattr(model, "model_weights", ""):
         raise Unidentified(f"weights of load format {load_format} may come from anywhere")
-    commit = _commit(model.model, model.revision, model.hf_config)
+    commit = _commit(model)
     return identity_on_disk(model.model, model.revision, commit, started(), memory)
 
 
-def _commit(model: str, revision: str | None, hf_config: Any) -> str | None:
+def _commit(model: Any) -> str | None:
     """The commit of a repository's local copy, if there is one."""
-    if isinstance(commit := getattr(hf_config, "_commit_hash", None), str):
-        return commit
+    of_config = getattr(model.hf_config, "_commit_hash", None)
+    # The configuration may be asked for from somewhere else than the weights.
+    if isinstance(of_config, str) and not getattr(model, "hf_config_path", None):
+        return of_config
     try:
         from huggingface_hub import try_to_load_from_cache  # noqa: PLC0415  (slow to import)
 
-        found = try_to_load_from_cache(model, "config.json", revision=revision)
+        found = try_to_load_from_cache(model.model, "config.json", revision=model.revision)
     except Exception:  # noqa: BLE001  (a name that is none, another hub, no cache: the revision has to do)
         return None
     match = _COMMIT.search(found) if isinstance(found, str) else None

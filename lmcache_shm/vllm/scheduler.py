@@ -50,7 +50,9 @@ class SchedulerSide:
         self._loading = Loading(self.counts)
         self._recomputing: set[str] = set()
         """Requests whose load failed, and that were not scheduled again since."""
-        self._counted: dict[int, int] = {}  # by rank, the changes of its weights that it has told of
+        self._counted: dict[
+            int, int
+        ] = {}  # by rank, the changes of its weights that it has told of
         self._weights_since = start.weights.since
         self._dirty_since = NEVER  # the first step since vLLM's own cache was last empty
         self._local_outdated = False  # it may hold blocks that other weights have computed

@@ -75,7 +75,9 @@ class WorkerSide:
         self._weights = CHANGES
         self._first = CHANGES.count  # what was before concerned another engine in this process
         CHANGES.listeners.append(self._weights_changed)
-        self._planned_for = 0  # as many changes of the weights did the scheduler know of in this step
+        self._planned_for = (
+            0  # as many changes of the weights did the scheduler know of in this step
+        )
         self._said: dict[str, float] = {}
         self._submitted = threading.Event()
         self._closed = False

@@ -56,14 +56,9 @@ def ask(lab: Lab, prompt: list[int]) -> int:
 
 # ----------------------------------------------------------------------------- reset, two engines
 @pytest.mark.parametrize("family", ["full", "gdn"])
-def test_an_engine_that_was_reset_meets_no_replica_that_was_not(
-    family: str, instance: str
-) -> None:
+def test_an_engine_that_was_reset_meets_no_replica_that_was_not(family: str, instance: str) -> None:
     """A is updated and reset, B serves on with the old weights; neither finds what the other computes from then on."""
-    with (
-        engine(family, instance) as a,
-        engine(family, instance, a, engine_id="b") as b,
-    ):
+    with engine(family, instance) as a, engine(family, instance, a, engine_id="b") as b:
         old, new = a.prompt(3 * a.chunk + 1), a.prompt(3 * a.chunk + 1, seed=8)
         ask(a, old)
         assert 3 * a.chunk == ask(b, old)
@@ -122,13 +117,8 @@ def test_an_updated_engine_keeps_its_namespace_over_a_restart_of_the_server(inst
 
 # ------------------------------------------------------------------------------------------ sleep
 @pytest.mark.parametrize("updated", [False, True])
-def test_a_sleep_that_keeps_the_weights_keeps_what_was_stored(
-    updated: bool, instance: str
-) -> None:
-    with (
-        engine("full", instance) as a,
-        engine("full", instance, a, engine_id="b") as b,
-    ):
+def test_a_sleep_that_keeps_the_weights_keeps_what_was_stored(updated: bool, instance: str) -> None:
+    with engine("full", instance) as a, engine("full", instance, a, engine_id="b") as b:
         prompt = a.prompt(4 * a.chunk + 1)
         if updated:
             reset(a)
@@ -241,10 +231,7 @@ def test_replicas_that_were_told_the_same_version_share_again(
     named = {"lmcache_shm.weight_version": "run"}
     plain = Wiring.options
     monkeypatch.setattr(Wiring, "options", lambda self, setup: {**plain(self, setup), **named})
-    with (
-        engine("full", instance) as a,
-        engine("full", instance, a, engine_id="b") as b,
-    ):
+    with engine("full", instance) as a, engine("full", instance, a, engine_id="b") as b:
         prompt = a.prompt(4 * a.chunk + 1)
         ask(a, prompt)
         assert 4 * a.chunk == ask(b, prompt)
@@ -267,10 +254,7 @@ def ask_updated(lab: Lab, prompt: list[int]) -> int:
 # ------------------------------------------------------------------------------ negative controls
 def serves_stale(instance: str) -> bool:
     """The story of a replica that was reset and one that was not: whether one finds the other's."""
-    with (
-        engine("full", instance) as a,
-        engine("full", instance, a, engine_id="b") as b,
-    ):
+    with engine("full", instance) as a, engine("full", instance, a, engine_id="b") as b:
         prompt = a.prompt(4 * a.chunk + 1)
         reset(a)
         ask(b, prompt)

@@ -190,6 +190,9 @@ def test_a_repository_is_its_commit_not_its_branch(
     named = engine(model_config__revision="main", model_config__hf_config=config_)
 
     assert f"org/model@{COMMIT}" == loaded_weights(named)
+    named.model_config.hf_config_path = "org/configurations"
+    with pytest.raises(Unidentified, match="commit"):
+        loaded_weights(named)
 
 
 def test_the_tree_has_names_that_people_can_compare() -> None:

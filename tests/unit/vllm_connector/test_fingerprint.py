@@ -1,6 +1,7 @@
 """Weights on disk: the same content anywhere is the same, anything else is not, and what cannot be known is said to be unknown."""
 
 import os
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -225,7 +226,8 @@ def test_a_second_start_reads_nothing(
     assert identity(folder, again) == first
     assert (memory.read_bytes, again.read_bytes) == (len(LONG), 0)
     assert memory.file.stat().st_mode & 0o777 == 0o600
-    assert list(memory.file.parent.iterdir()) == [memory.file], "nothing half-written is left"
+    left = sorted(file.name for file in memory.file.parent.iterdir())
+    assert left == ["weights.json", "weights.lock"], "nothing half-written is left"
 
 
 def test_a_file_that_was_changed_just_now_is_not_remembered(tmp_path: Path, memory: Memory) -> None:
@@ -233,6 +235,20 @@ def test_a_file_that_was_changed_just_now_is_not_remembered(tmp_path: Path, memo
     identity(checkpoint(tmp_path / "model"), memory)
 
     assert not memory.file.exists()
+
+
+def test_engines_that_start_together_read_once(
+    tmp_path: Path, memory: Memory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = old(checkpoint(tmp_path / "model"), monkeypatch)
+    memories = [Memory(memory.file) for _ in range(4)]
+    threads = [threading.Thread(target=identity, args=(folder, each)) for each in memories]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+    assert sum(each.read_bytes for each in memories) == len(LONG)
 
 
 @pytest.mark.parametrize("damage", [b"", b"{", b"[1]", b'{"a": 1}', b"\xff\xfe"])
