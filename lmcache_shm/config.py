@@ -262,7 +262,7 @@ class Config:
     weight_version: str = _option(
         "", "", "Name of the weights that the engine loads. Engines of one model and one name share, wherever the files "
         "lie, and these are not read to tell them from others. A version that vLLM is told later "
-        "(`/update_weight_version`) is added to it.", text, "engine",
+        "(`/update_weight_version`) is added to it.", text, "engine", "what the files hold",
     )  # fmt: skip
     autostart_gb: float = _option(
         0.0, "GiB", "Start a detached server of this size when none is running; 0: never.",

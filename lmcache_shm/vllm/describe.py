@@ -170,7 +170,8 @@ def _loaded(model: Any, load_format: str, memory: Memory) -> str:
     if load_format == "dummy":
         # Made up from the configuration and the seed; where the configuration lies does not matter.
         return f"dummy, seed {model.seed}"
-    if load_format not in _FROM_FILES or getattr(model, "model_weights", ""):
+    elsewhere = getattr(model, "model_weights", "")  # in an object store
+    if load_format not in _FROM_FILES or elsewhere:
         raise Unidentified(f"weights of load format {load_format} may come from anywhere")
     commit = _commit(model)
     return identity_on_disk(model.model, model.revision, commit, started(), memory)

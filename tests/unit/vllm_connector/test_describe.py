@@ -9,15 +9,14 @@ from typing import Any
 import pytest
 import torch
 
+from lmcache_shm.client.fingerprint import Unidentified
 from lmcache_shm.client.plan import make_plan
 from lmcache_shm.protocol.descriptor import describe
-from lmcache_shm.client.fingerprint import Unidentified
 from lmcache_shm.vllm.describe import descriptor, facts, loaded_weights
 from lmcache_shm.vllm.groups import kv_groups
 from lmcache_shm.vllm.layouts import WorkerFacts
 
 from .worlds import config, full, window
-
 
 COMMIT = "0123456789abcdef" * 2 + "01234567"
 
