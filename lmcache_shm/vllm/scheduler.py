@@ -368,7 +368,7 @@ class SchedulerSide:
     def _outdate(self, at: float) -> None:
         """The weights are others since `at`."""
         self._loading.cancel()
-        self._local_outdated = self._dirty_since <= at
+        self._local_outdated = self._local_outdated or self._dirty_since <= at
         for state in self._requests.values():
             self._drop_hit(state)
             state.outdated = state.outdated or state.since <= at

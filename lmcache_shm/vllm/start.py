@@ -180,6 +180,8 @@ class Start:
     def close(self) -> None:
         self._workers_known.set()
         self.weights.close()
+        if self._epoch is not None and self._epoch.weights.startswith(PRIVATE):
+            self.client.clear()  # as in `_move`
         self.client.close()
 
 

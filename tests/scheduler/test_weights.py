@@ -100,6 +100,20 @@ def test_what_an_engine_had_for_itself_is_cleared_when_it_moves_on(instance: str
             assert shared.keys() < lab.cache.stored().keys()
 
 
+def test_what_an_engine_had_for_itself_is_cleared_when_it_ends(instance: str) -> None:
+    with engine("full", instance) as stays:
+        prompt = stays.prompt(4 * stays.chunk + 1)
+        ask(stays, prompt)
+        shared = stays.cache.stored()
+        with engine("full", instance, stays, engine_id="ends") as ends:
+            reset(ends)
+            ask(ends, prompt)
+            ends.rest()
+            assert len(stays.cache.stored()) == 2 * len(shared)
+
+        assert stays.cache.stored() == shared
+
+
 def test_an_updated_engine_keeps_its_namespace_over_a_restart_of_the_server(instance: str) -> None:
     """The new server adopts the arena; the engine is still who it was, and not who it was at its start."""
     with engine("full", instance) as lab:
