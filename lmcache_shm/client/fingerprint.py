@@ -1,12 +1,11 @@
-"""What identifies weights on disk: a repository's commit, or the content of the files.
+"""The fingerprint of weights on disk: a repository's commit, or the content of the files.
 
-Neither path nor time of a file is part of it: copies of a model in two places are the same weights, and a
-file that was overwritten is other ones, also if its size and its headers are the same. The whole content is
-read for that, once: digests are remembered by (device, inode, size, mtime, ctime), so that the next start
-only asks for the files' status.
+Paths and times are not part of it: copies of a model in two places have one fingerprint, and an overwritten
+file has another one, even with equal size and equal headers. The whole content is read once; digests are
+remembered by (device, inode, size, mtime, ctime), so the next start only calls stat.
 
-The digest has to be that of the bytes that were *loaded*, some time before. So whatever was changed since
-the engine began to start (by ctime, which no user can set) has no identity.
+The fingerprint must belong to the bytes that were *loaded* earlier. A file whose ctime (which no user can
+set) is not older than the start of the engine therefore has none.
 """
 
 import fcntl
@@ -32,13 +31,13 @@ SNAPSHOT = re.compile(r"models--(.+?)--(.+?)/snapshots/([0-9a-f]{40})/?$")
 COMMIT = re.compile(r"[0-9a-f]{40}")
 WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.safetensors.index.json")
 BESIDE = ("*.py", "*processor*config.json", "quant*.json")
-"""What else decides what is computed from a prompt, and is not part of the loaded configuration object."""
+"""These change the KV of a prompt, too, and are not part of the loaded configuration object."""
 CLOCK_S = 0.1
-"""A file's time comes from a clock that lags a tick behind; what is as close as this may be later."""
+"""Files get their times from a clock that lags by a tick: a ctime this close to `began` may be later."""
 READ_BYTES = 8 << 20
 THREADS = 3
 SETTLED_S = 2.0
-"""A file that was changed as shortly ago as this may change again without showing it in its times."""
+"""A file changed less than this ago may change again within the same tick of its clock."""
 REMEMBERED = 4096
 
 Stats = dict[Path, tuple[int, int, int, int, int]]
@@ -46,16 +45,16 @@ Stats = dict[Path, tuple[int, int, int, int, int]]
 
 
 class Unidentified(Exception):
-    """Nobody can know which bytes were loaded; the text, of one line, says why."""
+    """It cannot be known which bytes were loaded. The message, one line, has the reason."""
 
 
 def identity_on_disk(
     model: str, revision: str | None, commit: str | None, began: float, memory: "Memory"
 ) -> str:
-    """What tells the weights at `model` (a folder, a file, or a repository's name) from all others.
+    """The fingerprint of the weights at `model`: a folder, a file, or a repository's name.
 
-    `commit`: of the repository, if somebody knows it; `began`: time.time() from before they were loaded.
-    Reads whole files, unless `memory` knows their digests. Raises Unidentified and OSError.
+    `commit`: of the repository, if known. `began`: a time.time() before the weights were loaded. Reads whole
+    files, unless `memory` has their digests. Raises Unidentified and OSError.
     """
     path = Path(model)
     snapshot = SNAPSHOT.search(model)
@@ -71,7 +70,7 @@ def identity_on_disk(
 
 
 def weights_in(path: Path) -> list[Path]:
-    """Files that decide what is computed, in the order of their names."""
+    """Files that determine the KV of a prompt, ordered by name."""
     if not path.is_dir():
         return [path]
     return sorted({file for pattern in WEIGHTS + BESIDE for file in path.glob(pattern)})
@@ -99,7 +98,7 @@ def _stats(files: Iterable[Path]) -> Stats:
 
 
 def _check_untouched(path: Path, stats: Stats, began: float) -> None:
-    """Raises Unidentified if what is there now may not be what was there at `began`."""
+    """Raises Unidentified if the files now may differ from those at `began`."""
     # A folder's time is that of files that came, went, or took another's name; a link may have been turned.
     links = [part for part in (path.absolute(), *path.absolute().parents) if part.is_symlink()]
     times = [(file, ctime) for file, (_, _, _, _, ctime) in stats.items()]
@@ -111,16 +110,16 @@ def _check_untouched(path: Path, stats: Stats, began: float) -> None:
 
 
 class Memory:
-    """Digests of files that were read before, in a file of the user's cache folder. A damaged or lost one costs time."""
+    """Digests of files that were read before, as JSON in the user's cache folder. A damaged file is ignored."""
 
     def __init__(self, file: Path) -> None:
         self.file = file
         self.read_bytes = 0
-        """How much had to be read."""
+        """Bytes of weights that were read."""
 
     def digests(self, stats: Stats) -> dict[Path, str]:
-        """The digest of each file's content. Reads those that are not known, in a few threads; engines that start
-        together read one after the other, so that all but the first find everything known."""
+        """The digest of each file's content. Unknown files are read in THREADS threads. A lock lets engines that
+        start together read one after the other: only the first one reads."""
         found = self._known(stats)
         if len(found) < len(stats):
             with self._alone():
@@ -139,7 +138,7 @@ class Memory:
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        """No other process is in here; where nothing can be locked, one may be."""
+        """Hold the lock file, if the folder can be written."""
         try:
             self.file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             handle = os.open(self.file.with_suffix(".lock"), os.O_CREAT | os.O_RDWR, 0o600)
@@ -205,7 +204,7 @@ _began: list[float] = []
 
 
 def note_start() -> None:
-    """This process has begun to start an engine: before it, nothing was loaded. The first call counts."""
+    """Remember that no weights were loaded in this process before now. Only the first call counts."""
     with _lock:
         if not _began:
             _began.append(time.time())

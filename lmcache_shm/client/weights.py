@@ -1,9 +1,9 @@
-"""Which weights an engine has in its memory, as a text that its namespace is made of.
+"""The identity of the weights in an engine's memory: a text that is part of its namespace.
 
-Equal texts: equal bytes in memory. It begins as what was loaded (see `fingerprint`), or as the name that
-the user gave (``lmcache_shm.weight_version``). After the weights were changed, or whoever may have changed them
-reset the cache, it is a random token: no other engine, and no later one, can have the same. Somebody
-who knows better can name the new weights, if the engine's weights have had a name from the start.
+Equal identities mean equal bytes in memory. The identity starts as the fingerprint of what was loaded
+(see `fingerprint`) or as ``lmcache_shm.weight_version``. After a change of the weights, or a reset of the
+cache, it is a random token that no other engine and no later start can have. An engine that was started
+with a ``weight_version`` can be given the version of its new weights, and shares again.
 """
 
 import logging
@@ -22,7 +22,7 @@ ALWAYS = float("-inf")
 
 
 def private() -> str:
-    """A token that nobody else has."""
+    """A token that no other engine has."""
     return PRIVATE + secrets.token_hex(16)
 
 
@@ -30,8 +30,8 @@ class Weights:
     """Thread-safe; `find` once, `close` once. Times are time.monotonic()."""
 
     def __init__(self, engine_id: str, version: str, on_disk: Callable[[], str]) -> None:
-        """`version`: the name the user gave, or ""; otherwise `on_disk` says what was loaded, or raises
-        Unidentified or OSError. It is called once, in a thread of its own."""
+        """`version`: ``weight_version`` or "". Without one, `on_disk` returns the fingerprint of what was loaded, or
+        raises Unidentified or OSError; it is called once, in a thread."""
         self.engine_id = engine_id
         self._version = version
         self._on_disk = on_disk
@@ -55,7 +55,7 @@ class Weights:
 
     # ------------------------------------------------------------------------------------ loaded
     def find(self) -> None:
-        """Begin to find out what was loaded."""
+        """Start to take the fingerprint."""
         if self._loaded is not None:
             self._known.set()
             return
@@ -66,7 +66,7 @@ class Weights:
         return self._known.wait(timeout_s)
 
     def close(self) -> None:
-        """Whoever waits shall wait no more."""
+        """Release every waiting thread; an unknown identity becomes a random token."""
         if self._loaded is None:
             self._loaded = private()
         self._known.set()
@@ -94,13 +94,13 @@ class Weights:
 
     # ----------------------------------------------------------------------------------- changes
     def reset(self) -> None:
-        """Whoever resets the cache says that the weights have changed."""
+        """The cache was reset: the weights count as changed now."""
         with self._lock:
             self._before_reset = self._current
             self._current = private(), time.monotonic()
 
     def changed(self, at: float) -> bool:
-        """They were changed until `at`. False: that is known, `since` is later."""
+        """The weights were changed, for the last time at `at`. Returns False if `since` is later: nothing to do."""
         with self._lock:
             if at <= self._current[1]:
                 return False
@@ -109,8 +109,8 @@ class Weights:
             return True
 
     def name(self, version: str) -> None:
-        """What is in memory from now on has this name: all engines that were started with the same
-        ``weight_version`` and are told the same name share."""
+        """The weights in memory have this version from now on: engines with equal ``weight_version`` and equal
+        version share. Does nothing without a ``weight_version``."""
         with self._lock:
             if self._version:
                 self._before_reset = None
@@ -125,12 +125,12 @@ class Weights:
             )
 
     def sleep_begins(self) -> None:
-        """VLLM will reset the cache and put the weights aside."""
+        """EngineCore.sleep was called: the next reset may be its own."""
         with self._lock:
             self._before_reset = None
 
     def sleeps(self, level: int) -> None:
-        """It has. At level 1 they come back as they were, so the last reset did not mean a change."""
+        """EngineCore.sleep has ended. Level 1 keeps the weights, so the reset that belongs to it is taken back."""
         with self._lock:
             if level == 1 and self._before_reset is not None:
                 self._current = self._before_reset
@@ -141,5 +141,5 @@ _all: "WeakSet[Weights]" = WeakSet()
 
 
 def weights_of(engine_id: str) -> list[Weights]:
-    """Of that engine, in this process (more than one if it has several of our connectors)."""
+    """The `Weights` of an engine in this process: one per connector of ours."""
     return [weights for weights in list(_all) if weights.engine_id == engine_id]

@@ -1,6 +1,6 @@
-"""Where vLLM is watched: it does not tell a connector that weights were changed, or that an engine sleeps.
+"""Hooks in vLLM, which does not report changed weights or a sleeping engine to a connector.
 
-The methods of a few of its classes are wrapped, once per process; one that is not there is left out.
+These methods are wrapped once per process. A method that does not exist is left out.
 
 ======================================= ======================= ==========================================
 in each worker                          `Worker`                reload_weights, reset_weights, update_weights,
@@ -9,8 +9,8 @@ after the loading, on the model itself  load_weights            how RL framework
 in the scheduler's process              `EngineCore`            sleep, set_weight_version
 ======================================= ======================= ==========================================
 
-Whatever else writes into parameters (a function sent with `collective_rpc`) goes unseen: it has to be
-followed by ``reset_prefix_cache`` with ``reset_external``, as vLLM's own cache needs a reset then, too.
+Any other write to parameters (a function sent with `collective_rpc`) is not seen. It must be followed by
+``reset_prefix_cache`` with ``reset_external``, as vLLM's own cache needs a reset then, too.
 """
 
 import functools
@@ -27,7 +27,7 @@ CORE = "vllm.v1.engine.core"
 
 
 class Changes:
-    """How often the weights in this process were changed, and when they were last. Thread-safe."""
+    """Number and time of changes of the weights in this process. Thread-safe."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -37,7 +37,7 @@ class Changes:
         self._lock = threading.Lock()
 
     def note(self) -> None:
-        """The weights are others now."""
+        """Count one change and call the listeners."""
         with self._lock:
             self.count += 1
             self.at = time.monotonic()
@@ -49,7 +49,7 @@ CHANGES = Changes()
 
 
 def wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
-    """Let `around(original, *args, **options)` stand in for a method of a class, or of one object. Once."""
+    """Replace a method of a class or of one object by `around(original, *args, **options)`. Idempotent."""
     original = getattr(owner, name, None)
     if not callable(original) or hasattr(original, "lmcache_shm"):
         return
@@ -100,7 +100,7 @@ def _sleeping(original: Callable[..., Any], worker: Any, level: int = 1) -> Any:
     try:
         return original(worker, level)
     finally:
-        if level != 1:  # they are thrown away; what is there after the wake-up is anybody's
+        if level != 1:  # discarded: undefined after the wake-up
             CHANGES.note()
 
 
@@ -123,7 +123,7 @@ def _loaded(original: Callable[..., Any], worker: Any) -> Any:
 
 # --------------------------------------------------------------------------------- EngineCore
 def watch_engine(module: str = CORE) -> None:
-    """Pass what is said to an EngineCore in this process on to its `Weights`."""
+    """Pass sleep and set_weight_version of each EngineCore in this process on to its `Weights`."""
     core = getattr(sys.modules.get(module), "EngineCore", None)
     if core is not None:
         wrap(core, "sleep", _engine_sleeping)

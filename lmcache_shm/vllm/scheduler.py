@@ -50,9 +50,8 @@ class SchedulerSide:
         self._loading = Loading(self.counts)
         self._recomputing: set[str] = set()
         """Requests whose load failed, and that were not scheduled again since."""
-        self._counted: dict[
-            int, int
-        ] = {}  # by rank, the changes of its weights that it has told of
+        # Rank → changes of its weights that it has reported.
+        self._counted: dict[int, int] = {}
         self._weights_since = start.weights.since
         self._dirty_since = NEVER  # the first step since vLLM's own cache was last empty
         self._local_outdated = False  # it may hold blocks that other weights have computed
@@ -317,7 +316,7 @@ class SchedulerSide:
         self.pool.get_num_free_blocks = count_when_released
 
     def reset(self) -> bool:
-        """Weights may have changed: go on in another namespace. Nothing computed before may be stored or served."""
+        """The weights may have changed: move to another namespace. Nothing computed before is stored or served."""
         self.start.weights.reset()
         self._notice()
         return True
@@ -343,30 +342,30 @@ class SchedulerSide:
 
     # ------------------------------------------------------------------------------------ inside
     def _current(self) -> Epoch | None:
-        """The epoch to work in, of the weights that are in memory now."""
+        """The epoch to work in; it belongs to the weights in memory."""
         self._notice()
         return self.start.current()
 
     def _notice(self) -> None:
-        """Give up what was computed, or is being loaded, with other weights than those in memory."""
+        """If the weights changed: cancel loads, and mark what was computed before as outdated."""
         since = self.start.weights.since
         if since != self._weights_since:
             self._weights_since = since
             self._outdate(since)
 
     def _weights_changed(self, told: dict[int, tuple[int, float]]) -> None:
-        """Workers refused what was planned for other weights than they have by now."""
+        """Ranks reported changes of their weights: rank → (number, time of the last one)."""
         if not told:
             return
         self._counted = self._counted | {rank: count for rank, (count, _) in told.items()}
         if not self.start.weights.changed(max(at for _, at in told.values())):
-            # That the weights are others was known, so only the count was wrong: what was refused can be stored.
+            # The engine has moved on since, so only the count was outdated: plan the refused stores again.
             for state in self._requests.values():
                 state.epoch = None
         self._notice()
 
     def _outdate(self, at: float) -> None:
-        """The weights are others since `at`."""
+        """The weights changed at `at`."""
         self._loading.cancel()
         self._local_outdated = self._local_outdated or self._dirty_since <= at
         for state in self._requests.values():

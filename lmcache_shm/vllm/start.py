@@ -31,7 +31,7 @@ log = logging.getLogger("lmcache_shm")
 HELLO_S = 2.0
 """A server whose socket is there has this long to answer at engine start."""
 IDENTIFIED_S = 2.0
-"""What the weights are is waited for so long at engine start: reading all of them may take minutes."""
+"""The engine start waits this long for the fingerprint of the weights; reading all of them may take minutes."""
 READY_S = 10.0
 """And this long, once it has answered and all workers are up, to register the engine."""
 
@@ -115,11 +115,11 @@ class Start:
         return epoch
 
     def _move(self, epoch: Epoch) -> Epoch | None:
-        """The weights are not those of this epoch's namespace any more: register for another. Waits for that no
-        longer than for a look-up; None when it takes longer."""
+        """Register for the namespace of the weights that are in memory now. Waits at most the deadline of a look-up;
+        None if that was too short."""
         end = time.monotonic() + self.config.deadline_ms / 1e3
         if epoch.weights.startswith(PRIVATE):
-            self.client.clear()  # nobody else could ever find it
+            self.client.clear()  # no other engine can have the token
         self.client.renew()
         self.client.wait(max(end - time.monotonic(), 0))
         while self._coming:
