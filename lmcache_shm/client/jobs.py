@@ -63,6 +63,6 @@ class StepCopies:
     """Loads whose bytes must not be used any more."""
     places: dict[bytes, Place] = field(default_factory=dict)
     weights: dict[int, int] = field(default_factory=dict)
-    """Rank → how often the scheduler knows its weights to have been changed; 0 for a rank that is not there."""
+    """Rank → changes of its weights that the scheduler knows of; a rank without an entry has none."""
     waiting: bool = False
     """Nothing is computed in this step, and nothing can be before a load has ended."""

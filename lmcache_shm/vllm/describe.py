@@ -157,9 +157,9 @@ def _draft(vllm_config: Any) -> Any:
 
 
 def loaded_weights(vllm_config: Any) -> str:
-    """What this engine's workers have loaded: the model, and the one that drafts.
+    """The fingerprint of what this engine's workers have loaded: the model and, if there is one, the draft model.
 
-    Takes as long as reading the files, unless that was done before. Raises Unidentified and OSError.
+    Takes as long as reading the files, unless they were read before. Raises Unidentified and OSError.
     """
     load_format, memory = _load_format(vllm_config), default_memory()
     models = [vllm_config.model_config, _draft(vllm_config)]

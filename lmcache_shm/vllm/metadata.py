@@ -21,8 +21,8 @@ class StepMetadata(StepCopies, KVConnectorMetadata):
 class RefusedStores(KVConnectorWorkerMetadata):
     """Store jobs that ranks did not even begin, mostly because the arena is not the one they have mapped.
 
-    Such a job may have no board to be reported on. `ranks`: job → ranks that refused it. `weights`: rank → how
-    often its weights were changed, and when they were last (time.monotonic()), if the scheduler does not know.
+    Such a job may have no board to be reported on. `ranks`: job → ranks that refused it. `weights`: rank → the
+    number of changes of its weights and the time.monotonic() of the last one, if the scheduler knew of fewer.
     """
 
     ranks: dict[int, set[int]] = field(default_factory=dict)

@@ -38,7 +38,7 @@ class RequestState:
     outdated: bool = False
     """Holds KV from before the cache was reset, so nothing of it may be stored until it is recomputed."""
     since: float = field(default_factory=time.monotonic)
-    """When it was admitted last: what it holds was computed, or found, after that."""
+    """When it was admitted last, in time.monotonic(): everything it holds was computed or loaded later."""
     prefix_tokens: int = 0
     """What it got from a cache, ours or the engine's own, when it was last admitted."""
     speculative: bool = False

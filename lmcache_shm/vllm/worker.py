@@ -73,11 +73,11 @@ class WorkerSide:
         """Loads that were cancelled: failed, however they end."""
         watch_worker()
         self._weights = CHANGES
-        self._first = CHANGES.count  # what was before concerned another engine in this process
+        self._first = CHANGES.count  # earlier changes belong to another engine of this process
         CHANGES.listeners.append(self._weights_changed)
-        self._planned_for = (
-            0  # as many changes of the weights did the scheduler know of in this step
-        )
+        # Changes of the weights that the scheduler knew of when it planned this step.
+        self._planned_for = 0
+        self._loads: set[int] = set()  # underway
         self._said: dict[str, float] = {}
         self._submitted = threading.Event()
         self._closed = False
@@ -167,6 +167,8 @@ class WorkerSide:
                 mount = None
             if mount is not None:
                 mount.jobs[job.id] = job, place
+                if kind == "load":
+                    self._loads.add(job.id)
         if mount is None:
             self._fail(
                 f"{kind}s_failed.arena", "the arena it was planned for is not mapped so any more"
@@ -185,6 +187,7 @@ class WorkerSide:
         """It was not even begun."""
         with self._lock:
             if kind == "load":
+                self._loads.discard(job.id)
                 self._loaded.append((job.req_id, False))
             else:
                 self._refused.setdefault(job.id, set()).add(self.rank)
@@ -263,6 +266,7 @@ class WorkerSide:
             job, place = mount.jobs.pop(result.id)
             ok = result.ok and job.id not in self._void
             self._void.discard(job.id)
+            self._loads.discard(job.id)
             if result.kind == "store":
                 mount.arena.boards[place.client, self.rank, job.id % RING] = job.id << 1 | int(ok)
             else:
@@ -316,9 +320,9 @@ class WorkerSide:
         return self._weights.count - self._first
 
     def _weights_changed(self) -> None:
-        """What is being loaded, or was and has not been reported yet, belongs to other weights."""
+        """Fail every load that is underway or not reported yet: it belongs to the weights of before."""
         with self._lock:
-            self._void.update(n for m in self._mounts.values() for n in m.jobs if n < 0)
+            self._void |= self._loads
             self._loaded = [(req_id, False) for req_id, _ in self._loaded]
 
     # ---------------------------------------------------------------------------------------- end
