@@ -159,17 +159,20 @@ class InFlightStores:
 
     # ------------------------------------------------------------------------------------ flush
     def flush(
-        self, reserve: Callable[[], Reserve | None] | None = None, *, defer: bool = False
+        self,
+        reserve: Callable[[Epoch | None], Reserve | None] = lambda _: None,
+        *,
+        defer: bool = False,
     ) -> Stepped | None:
         """Commit and abort what has ended and release leases, in one message. Any thread.
 
-        `reserve()`, called in between, may add a reservation: then the answer is returned (None: nothing was
-        reserved). `defer`: leases alone may wait for the next message.
+        `reserve(registration)`, called in between, may add a reservation under the registration in use: then the
+        answer is returned (None: nothing was reserved). `defer`: leases alone may wait for the next message.
         """
         with self._flushing:
             registration = self._latest()
             message = self._collect(registration)
-            wanted = reserve() if reserve is not None else None
+            wanted = reserve(registration)
             if registration is None or not (wanted or message):
                 return None
             if defer and wanted is None and message.can_wait:

@@ -33,6 +33,8 @@ class Epoch:
     busy: set[int]
     """Rows that were named as busy, and that are to be aborted once their copies have ended."""
     known: list[set[bytes]]
+    weights: str = ""
+    """What the engine had in memory (`Weights.identity`) when the namespace was chosen."""
     boot: bytes = field(init=False)
     namespace: int = field(init=False)
     token_offset: list[int] = field(init=False)
@@ -49,6 +51,7 @@ class Epoch:
         arena: Arena,
         plan: CachePlan,
         register: Register,
+        weights: str = "",
     ) -> "Epoch":
         place = Place(
             registered.client,
@@ -66,6 +69,7 @@ class Epoch:
             writers=np.arange(0, register.world, register.replicas),
             busy=set(unpack_rows(register.busy_rows)),
             known=[set() for _ in plan.groups],
+            weights=weights,
         )
 
     @property

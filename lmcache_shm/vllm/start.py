@@ -7,6 +7,7 @@ the background; an error then is one line in the log, and the cache stays off.
 
 import logging
 import threading
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,17 +16,21 @@ from lmcache_shm.client.client import CacheClient, pack_rows
 from lmcache_shm.client.in_flight import InFlightStores
 from lmcache_shm.client.plan import CachePlan, ModelError, chosen_chunk_size, make_plan
 from lmcache_shm.client.registration import Epoch
+from lmcache_shm.client.weights import PRIVATE, Weights, private
 from lmcache_shm.config import Config
 from lmcache_shm.protocol.messages import GroupInfo, HelloReply, Register, Registered
 from lmcache_shm.protocol.rules import rule_words
-from lmcache_shm.vllm.describe import descriptor
+from lmcache_shm.vllm.describe import descriptor, loaded_weights
 from lmcache_shm.vllm.groups import check_recurrent, kv_groups
+from lmcache_shm.vllm.hooks import watch_engine
 from lmcache_shm.vllm.layouts import WorkerFacts
 
 log = logging.getLogger("lmcache_shm")
 
 HELLO_S = 2.0
 """A server whose socket is there has this long to answer at engine start."""
+IDENTIFIED_S = 2.0
+"""The engine start waits this long for the fingerprint of the weights; reading all of them may take minutes."""
 READY_S = 10.0
 """And this long, once it has answered and all workers are up, to register the engine."""
 
@@ -45,9 +50,12 @@ class Start:
         self._notes = check_recurrent(vllm_config, self.groups, config.mamba_steps)
         self.client = CacheClient(config, engine_id(vllm_config), self._register, self._registered)
         self.in_flight = InFlightStores(self.client, lambda: self.latest)
+        self.weights = Weights(
+            engine_id(vllm_config), config.weight_version, lambda: loaded_weights(vllm_config)
+        )
         self._workers: list[WorkerFacts] = []
         self._workers_known = threading.Event()
-        self._register_for: tuple[CachePlan, Register] | None = None
+        self._register_for: tuple[CachePlan, Register, str] | None = None
         self.latest: Epoch | None = None
         """The last epoch there was, also when its server is gone. Any thread."""
         self.speculative = vllm_config.speculative_config is not None
@@ -58,6 +66,8 @@ class Start:
 
     def open(self) -> None:
         """Begin to look for a server. Raises ModelError if one answers in time and does not suit the model."""
+        watch_engine()
+        self.weights.find()
         if self.config.autostart_gb:
             try:
                 ensure_server(self.config)
@@ -81,7 +91,7 @@ class Start:
             return
         self._workers = sorted(workers, key=lambda w: w.rank)
         self._workers_known.set()
-        if workers and self.client.hello is not None:
+        if workers and self.client.hello is not None and self.weights.wait(IDENTIFIED_S):
             self.client.wait(READY_S)
             if self.client.refusal is not None:
                 self.client.close()
@@ -93,7 +103,21 @@ class Start:
         """The epoch of the connection in use; None while there is none. Scheduler thread only."""
         if not self._workers_known.is_set():
             self.set_workers([])
-        return self.latest if self.client.up else None
+        epoch = self.latest if self.client.up else None
+        if epoch is not None and epoch.weights != self.weights.identity:
+            return self._move(epoch)
+        return epoch
+
+    def _move(self, epoch: Epoch) -> Epoch | None:
+        """Register for the namespace of the weights that are in memory now. Waits at most the deadline of a look-up;
+        None if that was too short."""
+        end = time.monotonic() + self.config.deadline_ms / 1e3
+        if epoch.weights.startswith(PRIVATE):
+            self.client.clear()  # no other engine can have the token
+        self.client.renew()
+        self.client.wait(max(end - time.monotonic(), 0))
+        current = self.latest if self.client.up else None
+        return current if current and current.weights == self.weights.identity else None
 
     def plan_for(self, hello: HelloReply) -> CachePlan:
         """The plan under this server's options. Raises ModelError."""
@@ -104,25 +128,29 @@ class Start:
     def _register(self, hello: HelloReply) -> Register:
         plan = self.plan_for(hello)
         self._workers_known.wait()
+        self.weights.wait()
+        weights = self.weights.identity or private()
         register = Register(
             engine_id=self.client.engine_id,
             world=self.world,
             replicas=self.replicas,
             chunk_size=plan.chunk_size,
-            descriptor=descriptor(self.vllm_config, self.kv_cache_config, plan, self._workers),
+            descriptor=descriptor(
+                self.vllm_config, self.kv_cache_config, plan, self._workers, weights
+            ),
             groups=[group_info(plan, i) for i in range(len(plan.groups))],
             busy_rows=pack_rows(self.in_flight.busy(hello.arena_id)),
             name=str(self.vllm_config.model_config.model),
         )
-        self._register_for = plan, register
+        self._register_for = plan, register, weights
         return register
 
     def _registered(self, registered: Registered, hello: HelloReply) -> None:
         arena = self.client.arena
         if arena is None or self._register_for is None:
             raise ValueError("registered without an arena")
-        plan, register = self._register_for
-        self.latest = Epoch.of(registered, hello, arena, plan, register)
+        plan, register, weights = self._register_for
+        self.latest = Epoch.of(registered, hello, arena, plan, register, weights)
         if self._logged != plan:
             self._logged = plan
             log.info(
@@ -136,6 +164,9 @@ class Start:
     def close(self) -> None:
         self._workers_known.set()
         self.in_flight.close()
+        self.weights.close()
+        if self.latest is not None and self.latest.weights.startswith(PRIVATE):
+            self.client.clear()  # as in `_move`
         self.client.close()
 
 

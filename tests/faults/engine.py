@@ -179,7 +179,7 @@ class Engine:
             bytes(8 * n),
         )
         began = time.monotonic()
-        stepped = self.stores.flush(lambda: reserve)
+        stepped = self.stores.flush(lambda _: reserve)
         self._waited(began)
         if stepped is None:
             return

@@ -72,7 +72,7 @@ class Pair:
     def begin(self, prefix: Prefix, *sizes: int) -> list[CopyJob]:
         """Stores in flight of so many rows each."""
         epoch = self.latest
-        rows = rows_of(self.stores.flush(prefix.reserve).rows)
+        rows = rows_of(self.stores.flush(lambda _: prefix.reserve()).rows)
         assert len(rows) == sum(sizes)
         jobs = []
         for size in sizes:
@@ -316,7 +316,7 @@ def test_rows_that_were_just_reserved_are_busy_though_no_store_names_them_yet(
 ):
     """The connection breaks between the answer and the planning of the copies."""
     assert pair.client.wait(5)
-    rows = rows_of(pair.stores.flush(Prefix(1, 3).reserve).rows)
+    rows = rows_of(pair.stores.flush(lambda _: Prefix(1, 3).reserve()).rows)
     assert pair.stores.busy(pair.latest.arena_id) == sorted(rows)
     successors.append(restarted(server))
     until(lambda: len(pair.registered) == 2 and pair.client.up, "registered again")

@@ -17,6 +17,7 @@ from lmcache_shm.client.in_flight import InFlightStores
 from lmcache_shm.client.jobs import Place
 from lmcache_shm.client.plan import CachePlan, make_plan
 from lmcache_shm.client.registration import Epoch
+from lmcache_shm.client.weights import Weights
 from lmcache_shm.protocol.keys import seed
 from lmcache_shm.protocol.messages import Acquired, Registered, Reserve, Stepped
 from lmcache_shm.server.catalog.catalog import Catalog, GroupSpec
@@ -104,6 +105,9 @@ class DirectStart:
     def __init__(self, client: DirectClient, epoch: Epoch) -> None:
         self.client, self.latest = client, epoch
         self.in_flight = InFlightStores(client, lambda: self.latest)  # type: ignore[arg-type]
+        self.weights = Weights("engine", "", lambda: "loaded")
+        self.weights.find()
+        assert self.weights.wait(5)
         self.speculative = False
         self.reads = self.writes = True
         self.vllm_config = engine(budget=512)
@@ -111,7 +115,25 @@ class DirectStart:
         self.ignored: list[Any] = []
 
     def current(self) -> Epoch | None:
-        return self.latest if self.client.up else None
+        if not self.client.up:
+            return None
+        if self.latest.weights != self.weights.identity:
+            self.latest = self._moved(str(self.weights.identity))
+        return self.latest
+
+    def _moved(self, weights: str) -> Epoch:
+        """As a new registration does."""
+        catalog, plan, old = self.client.catalog, self.latest.plan, self.latest
+        specs = [GroupSpec(group.name, group.rule, SLOT) for group in plan.groups]
+        space = catalog.register(weights.encode(), specs, plan.chunk_size)
+        self.client.namespace = space.id
+        registered = Registered(
+            old.boot, old.arena_id, ready=True, namespace=space.id, token_offset=old.token_offset
+        )
+        return Epoch(
+            registered, old.arena, plan, seed(weights.encode()), old.place, old.writers, set(),
+            [set() for _ in plan.groups], weights,
+        )  # fmt: skip
 
     def close(self) -> None:
         self.in_flight.close()
@@ -141,7 +163,8 @@ class Rig:
             b"boot", arena.arena_id, ready=True, namespace=self.space.id, token_offset=[TOKENS_AT] * groups
         )  # fmt: skip
         self.epoch = Epoch(
-            registered, arena, plan, seed(b"{}"), place, np.arange(world), set(), [set() for _ in plan.groups]
+            registered, arena, plan, seed(b"{}"), place, np.arange(world), set(),
+            [set() for _ in plan.groups], "loaded",
         )  # fmt: skip
         self.start = DirectStart(self.client, self.epoch)
         self.side = SchedulerSide(self.start)  # type: ignore[arg-type]
