@@ -658,7 +658,7 @@ def test_a_change_of_before_the_reset_that_followed_it_moves_nothing() -> None:
         assert rig.start.latest is here
         assert meta.weights == {0: 3}
         (job,) = meta.stores
-        assert len(job.slots) == 1
+        assert len(job.rows) == 1
         rig.report(job)
         rig.step({})
         assert rig.rows(SlotState.COMMITTED) == 1
