@@ -140,7 +140,7 @@ class CacheClient(Link):
 
     # ------------------------------------------------------------------------------------ inside
     def _serve(self, ask: Callable[[Connection, float | None], R | None]) -> R | None:
-        """What `ask(connection, time left)` returns, within the deadline; None, counted, on any trouble."""
+        """The result of `ask(connection, time left)`, within the deadline; None, counted, on any failure."""
         if not self.up:  # before the lock: a thread may be dialling or waiting
             self.counts["no_server"] += 1
             return None
@@ -202,7 +202,7 @@ class CacheClient(Link):
 
 
 class WorkerClient(Link):
-    """Worker side: says that this rank is there, by holding a connection open, and maps the arena.
+    """Worker side: registers this rank by holding a connection open, and maps the arena.
 
     `on_attached(hello)`, if given, runs in the client's thread at each attachment, before `up`.
     """

@@ -20,7 +20,7 @@ import numpy as np
 from lmcache_shm.arena.job import CopyJob
 from lmcache_shm.arena.layout import RING
 from lmcache_shm.client.client import CacheClient, unpack_rows
-from lmcache_shm.client.registration import Epoch
+from lmcache_shm.client.registration import Registration
 from lmcache_shm.protocol.messages import Reserve, Stepped
 
 RELEASE_S = 0.05
@@ -35,7 +35,7 @@ class InFlightStore:
     """One request's stores of one step. `keys`: (object group, key) of each row."""
 
     job: CopyJob
-    registration: Epoch
+    registration: Registration
     keys: list[tuple[int, bytes]]
     blocks: list[Any]
     refused: set[int] = field(default_factory=set)
@@ -66,7 +66,7 @@ class Flush:
 class InFlightStores:
     """Thread-safe. `latest()` is the last registration there was, also while its server is away."""
 
-    def __init__(self, client: CacheClient, latest: Callable[[], Epoch | None]) -> None:
+    def __init__(self, client: CacheClient, latest: Callable[[], Registration | None]) -> None:
         self._client = client
         self._latest = latest
         # Held from the look at the ring until the answer is there: else a row could be reserved anew between
@@ -129,7 +129,11 @@ class InFlightStores:
 
     # ------------------------------------------------------------------------------------ changes
     def add(
-        self, registration: Epoch, job: CopyJob, keys: list[tuple[int, bytes]], blocks: list[Any]
+        self,
+        registration: Registration,
+        job: CopyJob,
+        keys: list[tuple[int, bytes]],
+        blocks: list[Any],
     ) -> None:
         """Enter the job `next_id`; its blocks must be held already."""
         with self._lock:
@@ -160,7 +164,7 @@ class InFlightStores:
     # ------------------------------------------------------------------------------------ flush
     def flush(
         self,
-        reserve: Callable[[Epoch | None], Reserve | None] = lambda _: None,
+        reserve: Callable[[Registration | None], Reserve | None] = lambda _: None,
         *,
         defer: bool = False,
     ) -> Stepped | None:
@@ -219,7 +223,7 @@ class InFlightStores:
             if self.due:  # it came between the last look and clear()
                 self._wanted.set()
 
-    def _collect(self, registration: Epoch | None) -> Flush:
+    def _collect(self, registration: Registration | None) -> Flush:
         """Look at the completion rings; what is to be sent under `registration` now, each thing once."""
         message = Flush()
         with self._lock:
@@ -239,7 +243,7 @@ class InFlightStores:
             message.since = self._lease_since
         return message
 
-    def _no_longer_busy(self, registration: Epoch) -> list[int]:
+    def _no_longer_busy(self, registration: Registration) -> list[int]:
         """Rows that were busy when it registered, and whose copies have ended by now."""
         copying = {row for store in self._stores.values() for row in store.job.rows.tolist()}
         over = registration.busy - copying
@@ -253,7 +257,7 @@ class InFlightStores:
 
     def _reported(self) -> Iterable[tuple[InFlightStore, bool]]:
         """Stores that every writer has reported, and whether all of them succeeded."""
-        by_registration: dict[Epoch, list[InFlightStore]] = {}
+        by_registration: dict[Registration, list[InFlightStore]] = {}
         for store in self._stores.values():
             by_registration.setdefault(store.registration, []).append(store)
         found: list[tuple[InFlightStore, bool]] = []

@@ -51,7 +51,7 @@ class StepCopies:
 
     stores: list[CopyJob] = field(default_factory=list)
     loads: list[CopyJob] = field(default_factory=list)
-    doomed: list[str] = field(default_factory=list)
+    failed: list[str] = field(default_factory=list)
     """Requests whose load cannot be carried out: to be reported as failed at once."""
     cancelled: list[int] = field(default_factory=list)
     """Loads whose bytes must not be used any more."""

@@ -1,4 +1,4 @@
-"""Loads: when another may begin, and what is in flight from the moment blocks are allocated until every worker has reported."""
+"""Loads: when another may begin, and those in flight, from the allocation of their blocks until every worker has reported."""
 
 import logging
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ class Loading:
         self._underway: dict[str, tuple[int, Hit]] = {}
         self._next_id = -1
         self._planned: list[tuple[CopyJob, Hit]] = []
-        self._doomed: list[str] = []
+        self._failed: list[str] = []
         self._cancelled: list[int] = []
 
     def __contains__(self, req_id: str) -> bool:
@@ -35,18 +35,18 @@ class Loading:
 
     @property
     def cancelling(self) -> bool:
-        """Whether workers have yet to be told that a load must not be used."""
+        """Whether a cancellation was not handed to the workers yet."""
         return bool(self._cancelled)
 
     def begin(self, req_id: str, hit: Hit, copies: Sequence[ChunkCopy]) -> None:
-        """Let the next step's metadata tell the workers to read these chunks of `hit`."""
-        arena = hit.epoch.arena
+        """Plan to read these chunks of `hit`; the job goes into the next step's metadata."""
+        arena = hit.registration.arena
         at = [(copy.group, copy.chunk - hit.first[copy.group]) for copy in copies]
         rows = [hit.rows[group][i] for group, i in at]
         job = CopyJob.of(
             self._next_id,
             "load",
-            hit.epoch.arena_id,
+            hit.registration.arena_id,
             rows,
             arena.cold["offset"][rows],
             [hit.generations[group][i] for group, i in at],
@@ -58,27 +58,27 @@ class Loading:
         self._underway[req_id] = job.id, hit
         self._planned.append((job, hit))
 
-    def doom(self, req_id: str, why: str) -> None:
+    def fail(self, req_id: str, why: str) -> None:
         """Let the workers report a load as failed: vLLM waits for it, and will compute the tokens."""
         log.warning("lmcache_shm: a load of %s cannot be done: %s", req_id, why)
         self._counts.add("loads_failed.plan")
-        self._doomed.append(req_id)
+        self._failed.append(req_id)
 
     def cancel(self) -> None:
-        """What is being loaded must not be used: it has to end as a failure."""
+        """Let every load in flight end as a failure: its bytes must not be used."""
         self._cancelled += [job for job, _ in self._underway.values()]
 
-    def tell(self, meta: StepCopies) -> None:
-        """Put everything into a step's metadata that the workers have not been told yet."""
+    def hand_over(self, meta: StepCopies) -> None:
+        """Put planned, failed and cancelled loads into a step's metadata, each once."""
         for job, hit in self._planned:
             meta.loads.append(job)
-            meta.places[job.arena_id] = hit.epoch.place
-        meta.doomed, self._doomed = self._doomed, []
+            meta.places[job.arena_id] = hit.registration.place
+        meta.failed, self._failed = self._failed, []
         meta.cancelled, self._cancelled = self._cancelled, []
         self._planned = []
 
     def ended(self, req_id: str) -> Hit | None:
-        """Every worker has reported: the hit whose lease can go (None for a load that was doomed)."""
+        """Every worker has reported: the hit whose lease can go (None for a load that was failed)."""
         return self._underway.pop(req_id, (0, None))[1]
 
 

@@ -1,4 +1,4 @@
-"""What is cached: KV cache groups and their rules, how they are cut into objects, and what must be refused at the start.
+"""The cache plan: KV cache groups and their rules, how they are cut into objects, and which models must be refused.
 
 A chunk's object holds, for each KV cache group in it, one *part*::
 

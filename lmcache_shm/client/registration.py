@@ -1,4 +1,4 @@
-"""One registration with one server: the arena, the namespace, and what is known to be stored in it."""
+"""One registration with one server: the arena, the namespace, and keys that are known to be stored in it."""
 
 from dataclasses import dataclass, field
 
@@ -16,10 +16,10 @@ KNOWN_LIMIT = 1 << 16
 
 
 @dataclass(eq=False)
-class Epoch:
+class Registration:
     """Everything that becomes void when the server restarts (`boot`) or the arena is replaced.
 
-    Rows, leases and keys of one epoch mean nothing in another. `known[g]` are keys that this engine has
+    Rows, leases and keys of one registration mean nothing in another. `known[g]` are keys that this engine has
     seen stored in object group g; an evicted one may still be among them.
     """
 
@@ -52,7 +52,7 @@ class Epoch:
         plan: CachePlan,
         register: Register,
         weights: str = "",
-    ) -> "Epoch":
+    ) -> "Registration":
         place = Place(
             registered.client,
             registered.region_offsets,

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 from lmcache_shm.client.lookup import Hit
-from lmcache_shm.client.registration import Epoch
+from lmcache_shm.client.registration import Registration
 from lmcache_shm.protocol.keys import ChunkKeys, salt_word
 
 NEVER = 1 << 62
@@ -50,7 +50,7 @@ class RequestState:
     next_end: int = 0
     next_chunk: int = 0
     """First chunk that no step has been through yet."""
-    epoch: Epoch | None = None
+    registration: Registration | None = None
     """That `keys` and the cursors belong to."""
     keys: ChunkKeys | None = None
     extra: Callable[[int], bytes] | None = None
@@ -66,7 +66,7 @@ class RequestState:
     since: float = field(default_factory=time.monotonic)
     """When it was admitted last, in time.monotonic(): everything it holds was computed or loaded later."""
     prefix_tokens: int = 0
-    """What it got from a cache, ours or the engine's own, when it was last admitted."""
+    """Tokens that came from a cache, ours or the engine's own, when it was last admitted."""
     speculative: bool = False
     """Whether the engine speculates at all."""
     states: set[int] = field(default_factory=set)
@@ -74,26 +74,26 @@ class RequestState:
     held: dict[tuple[int, int], Any] = field(default_factory=dict)
     """(KV cache group, boundary) → block with a state whose tokens are not known yet, referenced."""
 
-    def enter(self, epoch: Epoch) -> bool:
-        """Make `keys` and cursors belong to `epoch`; False if this request cannot be cached."""
-        if self.epoch is epoch:
+    def enter(self, registration: Registration) -> bool:
+        """Make `keys` and cursors belong to `registration`; False if this request cannot be cached."""
+        if self.registration is registration:
             return self.keys is not None
-        self.epoch, self.keys = epoch, None
+        self.registration, self.keys = registration, None
         self.rewind()
-        size = epoch.plan.chunk_size
+        size = registration.plan.chunk_size
         try:
             identity = self.identify(self.request, size)
         except Unidentified:
             self.next_end = NEVER
             return False
         self.extra, self.salt = identity.extra, salt_word(identity.salt)
-        self.keys = ChunkKeys(epoch.seed, size)
+        self.keys = ChunkKeys(registration.seed, size)
         return True
 
     def rewind(self) -> None:
-        """Begin anew: the prefix is being determined (again)."""
+        """Start over: the prefix is being determined (again)."""
         self.next_chunk = self.prefix_tokens = 0
-        self.next_end = self.epoch.plan.chunk_size if self.epoch is not None else 0
+        self.next_end = self.registration.plan.chunk_size if self.registration is not None else 0
         self.states.clear()
 
     def extend(self, chunks: int) -> ChunkKeys:
@@ -109,6 +109,6 @@ class RequestState:
 
     def advance(self, chunk: int) -> None:
         """Every chunk below `chunk` has been dealt with."""
-        if self.epoch is not None and chunk > self.next_chunk:
+        if self.registration is not None and chunk > self.next_chunk:
             self.next_chunk = chunk
-            self.next_end = (chunk + 1) * self.epoch.plan.chunk_size
+            self.next_end = (chunk + 1) * self.registration.plan.chunk_size

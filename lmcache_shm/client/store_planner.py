@@ -10,13 +10,13 @@ from lmcache_shm.client.client import unpack_rows
 from lmcache_shm.client.copy_plan import ChunkCopy, States, step_states, storable
 from lmcache_shm.client.counts import Counts
 from lmcache_shm.client.in_flight import InFlightStores
-from lmcache_shm.client.registration import Epoch
+from lmcache_shm.client.registration import Registration
 from lmcache_shm.client.requests import RequestState
 from lmcache_shm.protocol.keys import KEY
 from lmcache_shm.protocol.messages import BUSY, EXISTS, Reserve, Stepped
 
 MAX_ENTRIES = 64 << 10
-"""Of one reserve; what is beyond is not stored in this step."""
+"""Of one reservation; further chunks are not stored in this step."""
 
 Tables = Sequence[Sequence[int]]
 
@@ -57,7 +57,7 @@ class EngineStep(Protocol):
 
 @dataclass(slots=True)
 class RequestStores:
-    """What one request could store in this step."""
+    """Chunks that one request could store in this step."""
 
     state: RequestState
     candidates: list[ChunkCopy]
@@ -73,11 +73,11 @@ class StorePlanner:
     def plan(
         self,
         output: EngineStep,
-        epoch: Epoch,
+        registration: Registration,
         requests: Mapping[str, RequestState],
         pool: BlockPool,
     ) -> "Batch | None":
-        """What to ask the server for; None in most steps. A few integer comparisons per request, no more."""
+        """The reservation of this step; None in most steps. Costs a few integer comparisons per request."""
         blocks = output.kv_connector_block_state
         offers = blocks.boundary_state_offloads
         due: dict[str, int] = {}
@@ -85,7 +85,7 @@ class StorePlanner:
             state = requests.get(req_id)
             if state is None:
                 continue
-            if state.epoch is not epoch and not state.enter(epoch):
+            if state.registration is not registration and not state.enter(registration):
                 continue
             if state.request.num_computed_tokens + n >= state.next_end:
                 due[req_id] = n
@@ -98,11 +98,11 @@ class StorePlanner:
         for req_id, n in due.items():
             state = requests[req_id]
             tables = blocks.get_block_ids(req_id)
-            if tables is None or state.outdated or not state.enter(epoch):
+            if tables is None or state.outdated or not state.enter(registration):
                 continue
             drafts = req_id in output.scheduled_spec_decode_tokens
             stores = self._request(
-                state, epoch, n, tables, offers.get(req_id, ()), pool, drafts=drafts
+                state, registration, n, tables, offers.get(req_id, ()), pool, drafts=drafts
             )
             if stores.candidates:
                 found.append(stores)
@@ -111,12 +111,12 @@ class StorePlanner:
         if not self._in_flight.has_room(len(found)):
             self._counts.add("stores_skipped.backlog", sum(len(f.candidates) for f in found))
             return None
-        return Batch(epoch, found, pool, self._in_flight, self._counts)
+        return Batch(registration, found, pool, self._in_flight, self._counts)
 
     def _request(
         self,
         state: RequestState,
-        epoch: Epoch,
+        registration: Registration,
         n: int,
         tables: Tables,
         offers: Sequence[tuple[int, int, int]],
@@ -124,7 +124,7 @@ class StorePlanner:
         *,
         drafts: bool,
     ) -> RequestStores:
-        request, plan, null = state.request, epoch.plan, pool.null_block.block_id
+        request, plan, null = state.request, registration.plan, pool.null_block.block_id
         start = request.num_computed_tokens
         # Draft tokens may be rejected, and those still to be sampled are not known.
         end = min(start + n, request.num_tokens)
@@ -141,7 +141,7 @@ class StorePlanner:
             for chunk in chunks:
                 if chunk >= len(keys):
                     continue
-                self._chunk(stores, epoch, chunk, tables, states, null)
+                self._chunk(stores, registration, chunk, tables, states, null)
         state.advance(done)
         self._hold(state, states, end, pool)
         return stores
@@ -149,7 +149,7 @@ class StorePlanner:
     def _chunk(
         self,
         stores: RequestStores,
-        epoch: Epoch,
+        registration: Registration,
         chunk: int,
         tables: Tables,
         states: States,
@@ -157,15 +157,15 @@ class StorePlanner:
     ) -> None:
         state = stores.state
         late = chunk < state.next_chunk
-        # Most of what came from a cache is in the arena; but a new arena does not have it.
-        cached = (chunk + 1) * epoch.plan.chunk_size <= state.prefix_tokens
+        # Chunks that came from a cache are mostly in the arena already, but not in a new one.
+        cached = (chunk + 1) * registration.plan.chunk_size <= state.prefix_tokens
         key = state.extend(chunk + 1).key(chunk) if cached else b""
-        for index, group in enumerate(epoch.plan.groups):
+        for index, group in enumerate(registration.plan.groups):
             if late and not group.recurrent:
                 continue
-            if cached and key in epoch.known[index]:
+            if cached and key in registration.known[index]:
                 continue
-            pages = storable(epoch.plan, group, chunk, tables, states, null)
+            pages = storable(registration.plan, group, chunk, tables, states, null)
             if pages is None:
                 if not cached:
                     why = "no_state" if group.recurrent else "no_block"
@@ -203,13 +203,13 @@ class Batch:
 
     def __init__(
         self,
-        epoch: Epoch,
+        registration: Registration,
         found: list[RequestStores],
         pool: Any,
         in_flight: InFlightStores,
         counts: Counts,
     ) -> None:
-        self.epoch = epoch
+        self.registration = registration
         self._pool = pool
         self._in_flight = in_flight
         self._counts = counts
@@ -243,7 +243,7 @@ class Batch:
 
     def open_jobs(self, answer: Stepped) -> list[CopyJob]:
         """Fill in the token ids, take references on the blocks: one job per request that got rows."""
-        epoch, jobs = self.epoch, []
+        registration, jobs = self.registration, []
         by_request: dict[int, tuple[RequestState, list[tuple[int, ChunkCopy]]]] = {}
         for row, (state, candidate) in zip(unpack_rows(answer.rows), self._entries, strict=True):
             if row >= 0:
@@ -251,30 +251,30 @@ class Batch:
             else:
                 self._refused(row, state, candidate)
         for state, granted in by_request.values():
-            jobs.append(self._open(epoch, state, granted))
+            jobs.append(self._open(registration, state, granted))
         return jobs
 
     def _refused(self, row: int, state: RequestState, candidate: ChunkCopy) -> None:
         if row == EXISTS:
-            self.epoch.remember(candidate.group, state.extend(0).key(candidate.chunk))
+            self.registration.remember(candidate.group, state.extend(0).key(candidate.chunk))
             self._counts.add("stores_skipped.exists")
         else:
             self._counts.add("stores_skipped.busy" if row == BUSY else "stores_skipped.full")
 
     def _open(
-        self, epoch: Epoch, state: RequestState, granted: list[tuple[int, ChunkCopy]]
+        self, registration: Registration, state: RequestState, granted: list[tuple[int, ChunkCopy]]
     ) -> CopyJob:
-        arena, keys = epoch.arena, state.extend(0)
+        arena, keys = registration.arena, state.extend(0)
         rows, copies = [row for row, _ in granted], [copy for _, copy in granted]
         offsets = arena.cold["offset"][rows]
         for copy, offset in zip(copies, offsets.tolist(), strict=True):
             tokens = keys.token_bytes(copy.chunk)
-            at = offset + epoch.token_offset[copy.group]
+            at = offset + registration.token_offset[copy.group]
             arena.data[at : at + len(tokens)] = tokens
         job = CopyJob.of(
             self._in_flight.next_id,
             "store",
-            epoch.arena_id,
+            registration.arena_id,
             rows,
             offsets,
             arena.hot["generation"][rows],
@@ -284,7 +284,7 @@ class Batch:
         blocks = [self._pool.blocks[i] for i in dict.fromkeys(job.block_ids.tolist())]
         self._pool.touch(blocks)
         self._in_flight.add(
-            epoch, job, [(copy.group, keys.key(copy.chunk)) for copy in copies], blocks
+            registration, job, [(copy.group, keys.key(copy.chunk)) for copy in copies], blocks
         )
         self._counts.add("stored_chunks", len(granted))
         return job

@@ -142,7 +142,7 @@ class ChunkKeys:
                     parent = next_key(parent, encoded[at : at + self.chunk_bytes], extra)
                     digests.append(extra_digest(extra))
                 keys.append(parent)
-        # At last, so that the three fit together whatever was raised before.
+        # Append all three last, so an exception leaves them consistent.
         if done:
             self.tokens += tokens
         else:

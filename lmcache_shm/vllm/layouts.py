@@ -15,7 +15,7 @@ from lmcache_shm.vllm.groups import content_bytes
 
 @dataclass
 class WorkerFacts(KVConnectorHandshakeMetadata):
-    """What only a worker knows and a namespace must hold; it travels to the scheduler at the start.
+    """Facts of the namespace that only a worker knows; sent to the scheduler at the start.
 
     `groups[i]`: of KV cache group i: digest of the page layout, attention backends, kernel block sizes.
     """
@@ -123,7 +123,7 @@ def worker_facts(
 
 
 def layer_backends(vllm_config: Any, layers: Iterable[str]) -> dict[str, str]:
-    """Layer → name of its attention backend, for layers that say so."""
+    """Layer → name of its attention backend, for layers that have one."""
     context = vllm_config.compilation_config.static_forward_context
     found = {}
     for name in layers:

@@ -1,4 +1,4 @@
-"""The scheduler side of the connector: look up, plan loads and stores, hold blocks, flush what has ended.
+"""The scheduler side of the connector: look up, plan loads and stores, hold blocks, flush ended stores.
 
 Everything here runs in the scheduler's thread. One round trip to the server per looked-up
 request, at most one per step; nothing waits longer than the deadline, and nothing raises into the engine.
@@ -14,7 +14,7 @@ from lmcache_shm.client.copy_plan import CannotLoad, plan_load
 from lmcache_shm.client.counts import Counts
 from lmcache_shm.client.loads import LoadAdmission, Loading
 from lmcache_shm.client.lookup import Hit, look_up
-from lmcache_shm.client.registration import Epoch
+from lmcache_shm.client.registration import Registration
 from lmcache_shm.client.requests import RequestState
 from lmcache_shm.client.store_planner import Batch, EngineStep, StorePlanner
 from lmcache_shm.protocol.messages import Reserve
@@ -33,7 +33,7 @@ log = logging.getLogger("lmcache_shm")
 NEVER = float("inf")
 NOTHING = (0, False)
 LATER = (None, False)
-SETTLE_S = 10.0
+FLUSH_S = 10.0
 """A reset of the prefix cache, or the end, waits this long for stores that are underway."""
 
 
@@ -46,7 +46,7 @@ class SchedulerSide:
         self.counts = Counts()
         self.in_flight = start.in_flight
         self.planner = StorePlanner(self.in_flight, self.counts)
-        self.parking = LoadAdmission(start.vllm_config, start.groups, len(start.ignored))
+        self.admission = LoadAdmission(start.vllm_config, start.groups, len(start.ignored))
         self.pool: Any = None
         self._requests: dict[str, RequestState] = {}
         self._loading = Loading(self.counts)
@@ -75,18 +75,18 @@ class SchedulerSide:
         None: vLLM shall pass over this request now and ask again in its next step.
         """
         state = self.on_new_request(request)
-        self.parking.leave(request.request_id)
+        self.admission.leave(request.request_id)
         if state.passed_over:
             # After a failed load vLLM leaves a request at the head of those that hold blocks, though it
             # has none: without room for it, it would stop them all. Passed over once, it goes back to
             # where it belongs.
             state.passed_over = False
             return LATER
-        epoch = self._current()
+        registration = self._current()
         self._drop_states(state)
         state.since = time.monotonic()
         state.outdated = self._local_outdated and local_tokens > 0
-        if epoch is None or not state.enter(epoch):
+        if registration is None or not state.enter(registration):
             self._drop_hit(state)
             return NOTHING
         state.rewind()
@@ -100,27 +100,31 @@ class SchedulerSide:
             self.counts.add("misses.recomputing")
             return NOTHING
         hit = state.hit
-        if hit is None or hit.epoch is not epoch or hit.local_tokens != local_tokens:
-            hit = self._look_up(state, epoch, local_tokens)
+        if hit is None or hit.registration is not registration or hit.local_tokens != local_tokens:
+            hit = self._look_up(state, registration, local_tokens)
         if hit is None:
             return NOTHING
-        if not self.parking.has_room(request.num_tokens, hit.tokens, self.pool.num_gpu_blocks - 1):
+        if not self.admission.has_room(
+            request.num_tokens, hit.tokens, self.pool.num_gpu_blocks - 1
+        ):
             return LATER
         return hit.tokens - local_tokens, True
 
-    def _look_up(self, state: RequestState, epoch: Epoch, local_tokens: int) -> Hit | None:
+    def _look_up(
+        self, state: RequestState, registration: Registration, local_tokens: int
+    ) -> Hit | None:
         request = state.request
-        chunks = (request.num_tokens - 1) // epoch.plan.chunk_size
+        chunks = (request.num_tokens - 1) // registration.plan.chunk_size
         old, state.hit = state.hit, None
-        replaces = old.lease if old is not None and old.epoch is epoch else 0
-        if chunks * epoch.plan.chunk_size <= local_tokens:
+        replaces = old.lease if old is not None and old.registration is registration else 0
+        if chunks * registration.plan.chunk_size <= local_tokens:
             if replaces:
                 self.in_flight.release(replaces)
             return None
         keys = state.extend(chunks)
         hit, why = look_up(
             self.client,
-            epoch,
+            registration,
             keys,
             local_tokens,
             request.num_tokens,
@@ -141,33 +145,39 @@ class SchedulerSide:
     def allocated(
         self, request: ScheduledRequest, tables: Sequence[Sequence[int]], external_tokens: int
     ) -> None:
-        """VLLM has blocks for `external_tokens` of what was offered (0: it does not want any)."""
+        """VLLM has allocated blocks for `external_tokens` of the offered tokens (0: it will not load any)."""
         state = self.on_new_request(request)
         if external_tokens == 0:
             self._drop_hit(state)
             return
         req_id, hit = request.request_id, state.hit
         held = hit.local_tokens if hit is not None else 0
-        self.parking.enter(req_id, request.num_tokens, held + external_tokens, tables, self._null)
+        self.admission.enter(req_id, request.num_tokens, held + external_tokens, tables, self._null)
         if hit is None or req_id in self._loading:
-            self.doom(request, "nothing was offered")
+            self.fail_load(request, "nothing was offered")
             return
         state.hit = None
         state.prefix_tokens = total = hit.local_tokens + external_tokens
         try:
             copies = plan_load(
-                hit.epoch.plan, hit.first, hit.n_chunks, hit.local_tokens, total, tables, self._null
+                hit.registration.plan,
+                hit.first,
+                hit.n_chunks,
+                hit.local_tokens,
+                total,
+                tables,
+                self._null,
             )
         except CannotLoad as error:
             self.in_flight.release(hit.lease)
-            self.doom(request, str(error))
+            self.fail_load(request, str(error))
             return
         self._loading.begin(req_id, hit, copies)
 
-    def doom(self, request: ScheduledRequest, why: str) -> None:
-        """This load cannot be done; vLLM waits for it."""
+    def fail_load(self, request: ScheduledRequest, why: str) -> None:
+        """Report a load that vLLM waits for as failed."""
         self.on_new_request(request).no_external = True
-        self._loading.doom(request.request_id, why)
+        self._loading.fail(request.request_id, why)
 
     def request_finished(self, request: ScheduledRequest) -> None:
         self._recomputing.discard(request.request_id)
@@ -176,14 +186,14 @@ class SchedulerSide:
             self._drop_hit(state)
             self._drop_states(state)
         if request.request_id not in self._loading:
-            self.parking.leave(request.request_id)
+            self.admission.leave(request.request_id)
 
     # ------------------------------------------------------------------------------------ steps
     def build_metadata(self, output: EngineStep) -> StepMetadata:
-        """Plan this step's stores, settle what has ended, one round trip if anything is to be said."""
+        """Plan this step's stores and flush ended ones; at most one round trip."""
         self._notice()
         meta = StepMetadata(weights=self._counted)
-        self._loading.tell(meta)
+        self._loading.hand_over(meta)
         if output.num_scheduled_tokens or len(self._loading):
             self._dirty_since = min(self._dirty_since, time.monotonic())
         everybody = len(self._loading) == len(self._requests) > 0
@@ -196,13 +206,13 @@ class SchedulerSide:
         return meta
 
     def _follow(self, output: EngineStep) -> None:
-        """Who was preempted, who runs now."""
+        """Update preempted and newly scheduled requests."""
         for req_id in output.preempted_req_ids or ():
             if req_id in self._requests:
                 self._drop_states(self._requests[req_id])
-        if self.parking or self._recomputing:
+        if self.admission or self._recomputing:
             for req_id in output.num_scheduled_tokens:
-                self.parking.leave(req_id)
+                self.admission.leave(req_id)
                 self._recomputing.discard(req_id)
 
     @contextmanager
@@ -216,13 +226,13 @@ class SchedulerSide:
 
     def _store(self, output: EngineStep, meta: StepMetadata) -> None:
         batch: Batch | None = None
-        epoch = self._current()  # before the flush: to register anew takes its lock
+        current = self._current()  # before the flush: registering anew takes its lock
 
-        def reserve(registration: Epoch | None) -> Reserve | None:
+        def reserve(registration: Registration | None) -> Reserve | None:
             nonlocal batch
             self._release_blocks()
-            if epoch is not None and epoch is registration and self.start.writes:
-                batch = self.planner.plan(output, epoch, self._requests, self.pool)
+            if registration is not None and registration is current and self.start.writes:
+                batch = self.planner.plan(output, registration, self._requests, self.pool)
             return batch.reserve if batch is not None else None
 
         answer = self.in_flight.flush(reserve, defer=True)
@@ -233,10 +243,10 @@ class SchedulerSide:
             return
         for job in batch.open_jobs(answer):
             meta.stores.append(job)
-            meta.places[job.arena_id] = batch.epoch.place
+            meta.places[job.arena_id] = batch.registration.place
 
     def output(self, connector_output: ConnectorOutput) -> None:
-        """What the workers report with a step: ended loads, stores that could not begin."""
+        """Take the workers' reports of a step: ended loads, stores that could not begin."""
         failed = connector_output.failed_recving or ()
         for req_id in connector_output.finished_recving or ():
             hit = self._loading.ended(req_id)
@@ -250,7 +260,7 @@ class SchedulerSide:
                     state.no_external = state.passed_over = True
                     self._recomputing.add(req_id)
             if state is None:
-                self.parking.leave(req_id)
+                self.admission.leave(req_id)
         refused = connector_output.kv_connector_worker_meta
         if isinstance(refused, RefusedStores):
             self.in_flight.refuse(refused.ranks)
@@ -258,9 +268,9 @@ class SchedulerSide:
         self.in_flight.wake()
 
     def has_pending_block_frees(self) -> bool:
-        """Whether waiting for copies helps more than preempting somebody. Releases what can be released."""
-        # vLLM does not try again in this step, so what was released just now counts, too.
-        return self._settle_now() or self.in_flight.held_alone()
+        """Whether waiting for copies frees blocks, so that no request need be preempted. Releases ended stores' blocks."""
+        # vLLM does not try again in this step, so blocks that were released just now count, too.
+        return self._flush_now() or self.in_flight.held_alone()
 
     def has_pending_work(self) -> bool:
         """Whether the engine should go on stepping: copies are underway, or blocks wait to be released."""
@@ -281,8 +291,8 @@ class SchedulerSide:
         allocate = manager.allocate_slots
         allocating = False
 
-        def reset_when_settled() -> bool:
-            self.wait_settled(SETTLE_S)
+        def reset_when_flushed() -> bool:
+            self.wait_flushed(FLUSH_S)
             emptied = bool(reset())
             if emptied:
                 self._dirty_since, self._local_outdated = NEVER, False
@@ -302,7 +312,7 @@ class SchedulerSide:
             finally:
                 allocating = False
 
-        manager.reset_prefix_cache = reset_when_settled
+        manager.reset_prefix_cache = reset_when_flushed
         manager.allocate_slots = allocate_when_released
         self.pool.get_num_free_blocks = count_when_released
 
@@ -312,27 +322,27 @@ class SchedulerSide:
         self._notice()
         return True
 
-    def wait_settled(self, timeout_s: float) -> bool:
-        """Until no store is underway and all is committed; False when the time was too short."""
+    def wait_flushed(self, timeout_s: float) -> bool:
+        """Until no store is in flight and all are committed; False when the time was too short."""
         end = time.monotonic() + timeout_s
         while True:
-            self._settle_now()
+            self._flush_now()
             if not self.in_flight.copying:
                 return True
             if time.monotonic() > end:
-                log.warning("lmcache_shm: stores are still underway after %.0f s", timeout_s)
+                log.warning("lmcache_shm: stores are still in flight after %.0f s", timeout_s)
                 return False
-            time.sleep(0.002)  # the engine is idle, or on its way down: it has asked to wait
+            time.sleep(0.002)  # the engine is idle, or shutting down
 
     def close(self) -> None:
-        """Settle what can be settled, then say goodbye."""
+        """Flush the stores in flight, for a bounded time, then disconnect."""
         if self.client.up:
-            self.wait_settled(SETTLE_S / 2)
+            self.wait_flushed(FLUSH_S / 2)
         self.start.close()
 
     # ------------------------------------------------------------------------------------ inside
-    def _current(self) -> Epoch | None:
-        """The epoch to work in; it belongs to the weights in memory."""
+    def _current(self) -> Registration | None:
+        """The registration to work in; it belongs to the weights in memory."""
         self._notice()
         return self.start.current()
 
@@ -351,7 +361,7 @@ class SchedulerSide:
         if not self.start.weights.changed(max(at for _, at in told.values())):
             # The engine has moved on since, so only the count was outdated: plan the refused stores again.
             for state in self._requests.values():
-                state.epoch = None
+                state.registration = None
         self._notice()
 
     def _outdate(self, at: float) -> None:
@@ -362,7 +372,7 @@ class SchedulerSide:
             self._drop_hit(state)
             state.outdated = state.outdated or state.since <= at
 
-    def _settle_now(self) -> bool:
+    def _flush_now(self) -> bool:
         """Whether blocks were released."""
         self.in_flight.flush()
         return self._release_blocks()

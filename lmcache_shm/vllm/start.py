@@ -1,4 +1,4 @@
-"""The engine meets a server: checks at the start, registration, and what follows when servers come and go.
+"""Startup of the scheduler side: checks, registration, and registering anew when servers come and go.
 
 What is wrong with the model or the engine's options is an error at engine start if a server is there to
 say so in time. If none is, the engine serves without a cache, and the client keeps looking for one in
@@ -15,7 +15,7 @@ from lmcache_shm.client.autostart import AutostartError, ensure_server
 from lmcache_shm.client.client import CacheClient, pack_rows
 from lmcache_shm.client.in_flight import InFlightStores
 from lmcache_shm.client.plan import CachePlan, ModelError, chosen_chunk_size, make_plan
-from lmcache_shm.client.registration import Epoch
+from lmcache_shm.client.registration import Registration
 from lmcache_shm.client.weights import PRIVATE, Weights, private
 from lmcache_shm.config import Config
 from lmcache_shm.protocol.messages import GroupInfo, HelloReply, Register, Registered
@@ -36,10 +36,10 @@ READY_S = 10.0
 
 
 class Start:
-    """Scheduler side of the connection. `current()` gives the epoch to work in, or None: no cache now."""
+    """Scheduler side of the connection. `current()` gives the registration to work in, or None: no cache now."""
 
     def __init__(self, vllm_config: Any, kv_cache_config: Any, config: Config) -> None:
-        """Raises ModelError when this model cannot be cached as it is started, whatever the server says."""
+        """Raises ModelError when this model cannot be cached as it is started, with any server."""
         self.vllm_config = vllm_config
         self.kv_cache_config = kv_cache_config
         self.config = config
@@ -56,12 +56,12 @@ class Start:
         self._workers: list[WorkerFacts] = []
         self._workers_known = threading.Event()
         self._register_for: tuple[CachePlan, Register, str] | None = None
-        self.latest: Epoch | None = None
-        """The last epoch there was, also when its server is gone. Any thread."""
+        self.latest: Registration | None = None
+        """The last registration there was, also when its server is gone. Any thread."""
         self.speculative = vllm_config.speculative_config is not None
         transfer = vllm_config.kv_transfer_config
         self.reads, self.writes = transfer.is_kv_consumer, transfer.is_kv_producer
-        """What the engine's kv_role allows."""
+        """Whether the engine's kv_role allows loads, and stores."""
         self._logged: CachePlan | None = None
 
     def open(self) -> None:
@@ -99,20 +99,20 @@ class Start:
                     f"the lmcache-shm server does not take this engine: {self.client.refusal}"
                 )
 
-    def current(self) -> Epoch | None:
-        """The epoch of the connection in use; None while there is none. Scheduler thread only."""
+    def current(self) -> Registration | None:
+        """The registration of the connection in use; None while there is none. Scheduler thread only."""
         if not self._workers_known.is_set():
             self.set_workers([])
-        epoch = self.latest if self.client.up else None
-        if epoch is not None and epoch.weights != self.weights.identity:
-            return self._move(epoch)
-        return epoch
+        registration = self.latest if self.client.up else None
+        if registration is not None and registration.weights != self.weights.identity:
+            return self._move(registration)
+        return registration
 
-    def _move(self, epoch: Epoch) -> Epoch | None:
+    def _move(self, registration: Registration) -> Registration | None:
         """Register for the namespace of the weights that are in memory now. Waits at most the deadline of a look-up;
         None if that was too short."""
         end = time.monotonic() + self.config.deadline_ms / 1e3
-        if epoch.weights.startswith(PRIVATE):
+        if registration.weights.startswith(PRIVATE):
             self.client.clear()  # no other engine can have the token
         self.client.renew()
         self.client.wait(max(end - time.monotonic(), 0))
@@ -150,7 +150,7 @@ class Start:
         if arena is None or self._register_for is None:
             raise ValueError("registered without an arena")
         plan, register, weights = self._register_for
-        self.latest = Epoch.of(registered, hello, arena, plan, register, weights)
+        self.latest = Registration.of(registered, hello, arena, plan, register, weights)
         if self._logged != plan:
             self._logged = plan
             log.info(
@@ -171,7 +171,7 @@ class Start:
 
 
 def group_info(plan: CachePlan, index: int) -> GroupInfo:
-    """Object group `index` as the server is told of it."""
+    """Object group `index` as it is registered."""
     group = plan.groups[index]
     word, tokens = rule_words(group.rule)
     return GroupInfo(

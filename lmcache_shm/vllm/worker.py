@@ -32,13 +32,13 @@ from lmcache_shm.vllm.layouts import (
     tensors_of,
     worker_facts,
 )
-from lmcache_shm.vllm.mount import Attachment, Mount
+from lmcache_shm.vllm.mapped_arena import MappedArena, WorkerConnection
 from lmcache_shm.vllm.start import engine_id
 
 log = logging.getLogger("lmcache_shm")
 
 PUBLISH_S = 0.002
-REST_S = 0.002
+BACKOFF_S = 0.002
 """How long a request that arrives meanwhile may have to wait for it."""
 DRAIN_S = 5.0
 """At the end, stores that are underway get this long."""
@@ -61,12 +61,12 @@ class WorkerSide:
         self.groups, self.ignored = kv_groups(kv_cache_config, dcp)
         self.counts = Counts()
         self.facts: WorkerFacts | None = None
-        self.attachment = Attachment(
+        self.connection = WorkerConnection(
             config, engine_id(vllm_config), rank, world, self.replicas, self._prepare
         )
         self._pages: dict[int, GroupPages] = {}
         self._tensors: list[Any] = []
-        self._mounts: dict[bytes, Mount] = {}
+        self._mapped: dict[bytes, MappedArena] = {}
         self._lock = threading.Lock()
         self._loaded: list[tuple[str, bool]] = []
         self._refused: dict[int, set[int]] = {}
@@ -102,18 +102,18 @@ class WorkerSide:
             self.world,
         )
         self._publisher.start()
-        self.attachment.start()
+        self.connection.start()
 
     def _prepare(self, hello: HelloReply, arena: Arena) -> list[int]:
         """Be ready to copy in this arena under this server's options; bytes of this rank's regions."""
         wanted = chosen_chunk_size(hello.chunk_size, self.config.chunk_size)
         plan = make_plan(self.groups, self.ignored, wanted, separate=hello.separate)
         arena_id = bytes(arena.arena_id)
-        mount = self._mounts.get(arena_id)
-        if mount is not None and mount.plan == plan:
-            return mount.region_bytes
-        if mount is not None:  # the same memory, cut differently
-            self._unmount(mount)
+        mapped = self._mapped.get(arena_id)
+        if mapped is not None and mapped.plan == plan:
+            return mapped.region_bytes
+        if mapped is not None:  # the same memory, cut differently
+            self._unmap(mapped)
         layouts = rank_layouts(plan, self._pages)
         below = {"load": self.config.load_kernel_below, "store": self.config.store_kernel_below}
         engine = open_engine(
@@ -124,20 +124,20 @@ class WorkerSide:
             backend=cast("RequestedBackend", self.config.copy_backend),
             kernel_below=below,
         )
-        mount = Mount(arena, plan, layouts, engine)
+        mapped = MappedArena(arena, plan, layouts, engine)
         with self._lock:
-            self._mounts[arena_id] = mount
+            self._mapped[arena_id] = mapped
         self._submitted.set()  # there may be another to be given up
-        return mount.region_bytes
+        return mapped.region_bytes
 
-    def _unmount(self, mount: Mount) -> None:
-        """End what is underway in a mount, and report it. Its memory may be pinned again afterwards."""
+    def _unmap(self, mapped: MappedArena) -> None:
+        """End the jobs in flight in a mapped arena, and report them. Its memory may be pinned again afterwards."""
         with self._lock:  # from now on no job finds it
-            self._mounts.pop(bytes(mount.arena.arena_id), None)
-        mount.engine.close()
-        while mount.jobs:  # also one that was being submitted meanwhile: it has a result, too
-            for result in mount.engine.poll():
-                self._report(mount, result)
+            self._mapped.pop(bytes(mapped.arena.arena_id), None)
+        mapped.engine.close()
+        while mapped.jobs:  # also one that was being submitted meanwhile: it has a result, too
+            for result in mapped.engine.poll():
+                self._report(mapped, result)
             time.sleep(PUBLISH_S)
 
     # ------------------------------------------------------------------------------------- steps
@@ -145,7 +145,7 @@ class WorkerSide:
         """Submit this step's loads, after the work that was submitted to the device before."""
         self._planned_for = meta.weights.get(self.rank, 0)
         with self._lock:
-            self._loaded += [(req_id, False) for req_id in meta.doomed]
+            self._loaded += [(req_id, False) for req_id in meta.failed]
             self._void.update(meta.cancelled)
         for job in meta.loads:
             self._try(job, meta.places[job.arena_id], self.config.load_deadline_s)
@@ -165,14 +165,14 @@ class WorkerSide:
             self._refuse(job)
             return
         with self._lock:
-            mount = self._mounts.get(job.arena_id)
-            if mount is not None and not mount.fits(place):
-                mount = None
-            if mount is not None:
-                mount.jobs[job.id] = job, place
+            mapped = self._mapped.get(job.arena_id)
+            if mapped is not None and not mapped.fits(place):
+                mapped = None
+            if mapped is not None:
+                mapped.jobs[job.id] = job, place
                 if job.kind == "load":
                     self._loads.add(job.id)
-        if mount is None:
+        if mapped is None:
             self._fail(
                 f"{job.kind}s_failed.arena",
                 "the arena it was planned for is not mapped so any more",
@@ -180,15 +180,15 @@ class WorkerSide:
             self._refuse(job)
             return
         try:
-            self._submit(mount, job, place, deadline_s)
+            self._submit(mapped, job, place, deadline_s)
         except Exception:
             log.exception("lmcache_shm: a %s could not be submitted", job.kind)
             self.counts.add("errors")
-            if mount.jobs.pop(job.id, None) is not None:
+            if mapped.jobs.pop(job.id, None) is not None:
                 self._refuse(job)
 
     def _refuse(self, job: CopyJob) -> None:
-        """It was not even begun."""
+        """Report a job that was not begun."""
         with self._lock:
             if job.kind == "load":
                 self._loads.discard(job.id)
@@ -196,22 +196,22 @@ class WorkerSide:
             else:
                 self._refused.setdefault(job.id, set()).add(self.rank)
 
-    def _submit(self, mount: Mount, job: CopyJob, place: Place, deadline_s: float) -> None:
+    def _submit(self, mapped: MappedArena, job: CopyJob, place: Place, deadline_s: float) -> None:
         writer = self.rank - self.rank % self.replicas
-        checks = mount.arena.cold["checks"]
+        checks = mapped.arena.cold["checks"]
         regions, checksums = place.on_rank(job, self.rank, writer, checks)
-        mount.engine.submit(job, regions, checksums, deadline_s)
+        mapped.engine.submit(job, regions, checksums, deadline_s)
         self._submitted.set()
 
     # ------------------------------------------------------------------------------------ results
-    def rest(self) -> None:
+    def back_off(self) -> None:
         """In a step that computes nothing: let the copy threads have the interpreter for a moment.
 
         vLLM would come back at once, again and again, and each time they are between two copies they would
         have to wait for it (up to 5 ms, the interpreter's switch interval).
         """
-        for mount in list(self._mounts.values()):
-            mount.engine.drain(REST_S)
+        for mapped in list(self._mapped.values()):
+            mapped.engine.drain(BACKOFF_S)
 
     def results(self) -> tuple[set[str], set[str]]:
         """Requests whose loads have ended since the last call, and those of them that failed."""
@@ -232,19 +232,19 @@ class WorkerSide:
         return RefusedStores(refused, {self.rank: (changes, self._weights.at)})
 
     def publish(self) -> None:
-        """Pass on what the engines have ended. Any thread."""
-        for mount in list(self._mounts.values()):
-            for result in mount.engine.poll():
-                self._report(mount, result)
+        """Report the jobs that the engines have ended. Any thread."""
+        for mapped in list(self._mapped.values()):
+            for result in mapped.engine.poll():
+                self._report(mapped, result)
 
-    def _report(self, mount: Mount, result: JobResult) -> None:
+    def _report(self, mapped: MappedArena, result: JobResult) -> None:
         with self._lock:
-            job, place = mount.jobs.pop(result.id)
+            job, place = mapped.jobs.pop(result.id)
             ok = result.ok and job.id not in self._void
             self._void.discard(job.id)
             self._loads.discard(job.id)
             if result.kind == "store":
-                mount.arena.boards[place.client, self.rank, job.id % RING] = job.id << 1 | int(ok)
+                mapped.arena.boards[place.client, self.rank, job.id % RING] = job.id << 1 | int(ok)
             else:
                 self._loaded.append((job.req_id, ok))
         kind = result.kind
@@ -270,24 +270,24 @@ class WorkerSide:
         while True:
             self._submitted.wait()
             self._submitted.clear()
-            self._unmount_idle()
-            while any(mount.jobs for mount in list(self._mounts.values())):
-                for mount in list(self._mounts.values()):
-                    mount.engine.drain(PUBLISH_S)  # returns as soon as nothing is underway
+            self._unmap_idle()
+            while any(mapped.jobs for mapped in list(self._mapped.values())):
+                for mapped in list(self._mapped.values()):
+                    mapped.engine.drain(PUBLISH_S)  # returns as soon as nothing is underway
                 self.publish()
-                self._unmount_idle()
+                self._unmap_idle()
             if self._closed:
                 return
 
-    def _unmount_idle(self) -> None:
+    def _unmap_idle(self) -> None:
         """Close the engines of arenas that were replaced, once nothing is underway in them. To unpin a large one
         takes seconds: not for the engine's thread."""
-        current = self.attachment.arena_id
+        current = self.connection.arena_id
         with self._lock:
-            idle = [a for a, m in self._mounts.items() if a != current and not m.jobs]
-            mounts = [self._mounts.pop(a) for a in idle]
-        for mount in mounts:
-            mount.engine.close()
+            idle = [a for a, m in self._mapped.items() if a != current and not m.jobs]
+            mapped_arenas = [self._mapped.pop(a) for a in idle]
+        for mapped in mapped_arenas:
+            mapped.engine.close()
 
     # ------------------------------------------------------------------------------------ weights
     @property
@@ -309,13 +309,13 @@ class WorkerSide:
         self._closed = True
         self._weights.listeners.remove(self._weights_changed)
         end = time.monotonic() + DRAIN_S
-        for mount in list(self._mounts.values()):
-            mount.engine.drain(max(end - time.monotonic(), 0))
+        for mapped in list(self._mapped.values()):
+            mapped.engine.drain(max(end - time.monotonic(), 0))
         self.publish()
         self._submitted.set()
         if self._publisher.is_alive():
             self._publisher.join(DRAIN_S)
-        self.attachment.close()
-        for mount in list(self._mounts.values()):
-            mount.engine.close()
-        self._mounts.clear()
+        self.connection.close()
+        for mapped in list(self._mapped.values()):
+            mapped.engine.close()
+        self._mapped.clear()

@@ -25,7 +25,7 @@ from lmcache_shm.arena.layout import SlotState
 from lmcache_shm.client.client import CacheClient, pack_rows, unpack_rows
 from lmcache_shm.client.in_flight import InFlightStores
 from lmcache_shm.client.plan import CachePlan, ObjectGroup
-from lmcache_shm.client.registration import Epoch
+from lmcache_shm.client.registration import Registration
 from lmcache_shm.config import Config
 from lmcache_shm.protocol.keys import KEY, ChunkKeys, seed
 from lmcache_shm.protocol.messages import GroupInfo, HelloReply, Register, Registered, Reserve
@@ -79,7 +79,7 @@ class Engine:
             self._register,
             self._registered,
         )
-        self.latest: Epoch | None = None
+        self.latest: Registration | None = None
         self.stores = InFlightStores(self.client, lambda: self.latest)
         # Workers of an engine that was killed may still report its jobs.
         self.stores._next_id = random.Random(os.getpid()).randrange(1, 1 << 40)
@@ -105,7 +105,7 @@ class Engine:
 
     def _registered(self, registered: Registered, hello: HelloReply) -> None:
         assert self.client.arena is not None
-        self.latest = Epoch.of(registered, hello, self.client.arena, PLAN, self.register)
+        self.latest = Registration.of(registered, hello, self.client.arena, PLAN, self.register)
 
     # ---------------------------------------------------------------------------------- requests
     def run(self, operations: int, seconds: float) -> None:
@@ -166,8 +166,8 @@ class Engine:
 
     def _store(self, keys: ChunkKeys, hit: int, chunks: int) -> None:
         wanted = [(g, c) for c in range(hit, chunks) for g in SHAPES]
-        epoch = self.latest
-        if not wanted or epoch is None:
+        registration = self.latest
+        if not wanted or registration is None:
             return
         n = len(wanted)
         reserve = Reserve(
@@ -189,7 +189,7 @@ class Engine:
         if not granted:
             return
         arena, rows, groups = (
-            epoch.arena,
+            registration.arena,
             [row for row, _, _ in granted],
             [g for _, g, _ in granted],
         )
@@ -198,13 +198,20 @@ class Engine:
         for (row, g, c), offset, generation in zip(
             granted, offsets.tolist(), generations.tolist(), strict=True
         ):
-            at = offset + epoch.token_offset[g]
+            at = offset + registration.token_offset[g]
             arena.data[at : at + keys.chunk_bytes] = keys.token_bytes(c)
             items.append((row, generation, g, keys.key(c)))
         job = CopyJob.of(
-            self.stores.next_id, "store", epoch.arena_id, rows, offsets, generations, groups, []
+            self.stores.next_id,
+            "store",
+            registration.arena_id,
+            rows,
+            offsets,
+            generations,
+            groups,
+            [],
         )
-        self.stores.add(epoch, job, [(g, keys.key(c)) for _, g, c in granted], [])
+        self.stores.add(registration, job, [(g, keys.key(c)) for _, g, c in granted], [])
         if self.options.get("hasty"):  # negative control: commit before the copies are done
             self.client.step(commit=rows)
         self._order(job.id, "store", items)

@@ -15,7 +15,7 @@ from lmcache_shm.arena.layout import RING
 from lmcache_shm.client.client import CacheClient, WorkerClient, pack_rows
 from lmcache_shm.client.in_flight import InFlightStores
 from lmcache_shm.client.plan import CachePlan, ObjectGroup
-from lmcache_shm.client.registration import Epoch
+from lmcache_shm.client.registration import Registration
 from lmcache_shm.config import ConfigError
 from lmcache_shm.protocol.messages import Clear, Done
 from lmcache_shm.protocol.rules import Full
@@ -57,7 +57,7 @@ class Pair:
 
     def _registered(self, answer, hello):
         self.registered.append(answer)
-        self.latest = Epoch.of(answer, hello, self.client.arena, PLAN, self.request)
+        self.latest = Registration.of(answer, hello, self.client.arena, PLAN, self.request)
 
     def start(self) -> "Pair":
         self.worker.start()
@@ -71,7 +71,7 @@ class Pair:
 
     def begin(self, prefix: Prefix, *sizes: int) -> list[CopyJob]:
         """Stores in flight of so many rows each."""
-        epoch = self.latest
+        registration = self.latest
         rows = rows_of(self.stores.flush(lambda _: prefix.reserve()).rows)
         assert len(rows) == sum(sizes)
         jobs = []
@@ -79,9 +79,9 @@ class Pair:
             mine, rows = rows[:size], rows[size:]
             zeros = [0] * size
             job = CopyJob.of(
-                self.stores.next_id, "store", epoch.arena_id, mine, zeros, zeros, zeros, []
+                self.stores.next_id, "store", registration.arena_id, mine, zeros, zeros, zeros, []
             )
-            self.stores.add(epoch, job, [], [])
+            self.stores.add(registration, job, [], [])
             jobs.append(job)
         return jobs
 

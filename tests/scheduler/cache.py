@@ -29,7 +29,7 @@ class Planned:
 
 class Cache(Contents):
     """One per Engine. `known`: what keys stand for, shared by engines that share the arena. `own_threads`: the
-    connector's threads report and settle by themselves, as in an engine."""
+    connector's threads report and flush by themselves, as in an engine."""
 
     def __init__(
         self,

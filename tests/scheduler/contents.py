@@ -177,8 +177,8 @@ class Contents(Wiring):
     def slot(self, rank: int, number: int, row: int) -> tuple[Any, int, Mapping[int, int]]:
         """(layout, arena offset of the rank's region, KV cache group → part) of a row of object group `number`."""
         worker = self.engine.workers.connectors[rank].worker
-        mount = worker._mounts[bytes(self.server.arena.arena_id)]
+        mapped = worker._mapped[bytes(self.server.arena.arena_id)]
         place = self.side.start.latest.place
         offset = int(self.server.arena.cold["offset"][row]) + place.region_offsets[number][rank]
-        parts = mount.plan.groups[number].parts
-        return mount.layouts[number], offset, {part.group.index: i for i, part in enumerate(parts)}
+        parts = mapped.plan.groups[number].parts
+        return mapped.layouts[number], offset, {part.group.index: i for i, part in enumerate(parts)}

@@ -14,7 +14,7 @@ from lmcache_shm.arena.job import CopyJob
 from lmcache_shm.transfer.cpu import CpuEngine
 from lmcache_shm.transfer.engine import DEADLINE_S, JobResult, Offsets
 from lmcache_shm.transfer.pages import SlotLayout
-from lmcache_shm.vllm.worker import REST_S
+from lmcache_shm.vllm.worker import BACKOFF_S
 
 
 @dataclass(eq=False)
@@ -90,7 +90,7 @@ class LateEngine:
 
     def drain(self, timeout: float) -> bool:
         main = threading.current_thread() is threading.main_thread()
-        if main and timeout <= REST_S:  # a step rests: how far copies come is the test's to say
+        if main and timeout <= BACKOFF_S:  # a step rests: how far copies come is the test's to say
             return not self.pending
         if main:
             self.finish()

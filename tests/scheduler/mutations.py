@@ -58,9 +58,9 @@ def hold_no_blocks(patches: ExitStack) -> None:
     """A store reads blocks on which it has no reference."""
     entered = InFlightStores.add
 
-    def forgetting(self: Any, epoch: Any, job: Any, keys: Any, blocks: Any) -> None:
+    def forgetting(self: Any, registration: Any, job: Any, keys: Any, blocks: Any) -> None:
         blocks[0].pool.free_blocks(blocks)
-        entered(self, epoch, job, keys, [])
+        entered(self, registration, job, keys, [])
 
     patches.enter_context(patch.object(InFlightStores, "add", forgetting))
 
@@ -187,10 +187,10 @@ def commit_before_the_last_rank(patches: ExitStack) -> None:
     right = scheduler.SchedulerSide._current
 
     def hasty(self: Any) -> Any:
-        epoch = right(self)
-        if epoch is not None:
-            epoch.writers = np.arange(1)
-        return epoch
+        registration = right(self)
+        if registration is not None:
+            registration.writers = np.arange(1)
+        return registration
 
     patches.enter_context(patch.object(scheduler.SchedulerSide, "_current", hasty))
 
@@ -234,9 +234,11 @@ def pretend_a_hit(patches: ExitStack) -> None:
     """One chunk more than there is is offered."""
     right = lookup.look_up
 
-    def boastful(client: Any, epoch: Any, keys: Any, local: int, num: int, *rest: Any) -> Any:
-        hit, why = right(client, epoch, keys, local, num, *rest)
-        if hit is not None and (hit.n_chunks + 1) * epoch.plan.chunk_size < num:
+    def boastful(
+        client: Any, registration: Any, keys: Any, local: int, num: int, *rest: Any
+    ) -> Any:
+        hit, why = right(client, registration, keys, local, num, *rest)
+        if hit is not None and (hit.n_chunks + 1) * registration.plan.chunk_size < num:
             hit = replace(hit, n_chunks=hit.n_chunks + 1)
         return hit, why
 

@@ -303,7 +303,7 @@ def test_two_loads_that_leave_no_room_for_each_other_do_not_wait_for_ever(instan
         assert ["length", "length"] == _two_loads(lab)
 
 
-def test_without_the_rule_for_parked_requests_they_would(instance: str) -> None:
+def test_without_load_admission_they_would(instance: str) -> None:
     """The negative control of the test above; when vLLM fixes it, LoadAdmission can go."""
     with (
         patch.object(LoadAdmission, "has_room", lambda *_: True),

@@ -6,5 +6,5 @@ from lmcache_shm.client import in_flight
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_put_off(monkeypatch: pytest.MonkeyPatch) -> None:
+def nothing_is_deferred(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(in_flight, "RELEASE_S", 0.0)

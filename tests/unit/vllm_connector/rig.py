@@ -16,7 +16,7 @@ from lmcache_shm.arena.layout import RING, SlotState
 from lmcache_shm.client.in_flight import InFlightStores
 from lmcache_shm.client.jobs import Place
 from lmcache_shm.client.plan import CachePlan, make_plan
-from lmcache_shm.client.registration import Epoch
+from lmcache_shm.client.registration import Registration
 from lmcache_shm.client.weights import Weights
 from lmcache_shm.protocol.keys import seed
 from lmcache_shm.protocol.messages import Acquired, Registered, Reserve, Stepped
@@ -102,8 +102,8 @@ class DirectClient:
 class DirectStart:
     """Start, registered already."""
 
-    def __init__(self, client: DirectClient, epoch: Epoch) -> None:
-        self.client, self.latest = client, epoch
+    def __init__(self, client: DirectClient, registration: Registration) -> None:
+        self.client, self.latest = client, registration
         self.in_flight = InFlightStores(client, lambda: self.latest)  # type: ignore[arg-type]
         self.weights = Weights("engine", "", lambda: "loaded")
         self.weights.find()
@@ -111,17 +111,17 @@ class DirectStart:
         self.speculative = False
         self.reads = self.writes = True
         self.vllm_config = engine(budget=512)
-        self.groups = [part.group for group in epoch.plan.groups for part in group.parts]
+        self.groups = [part.group for group in registration.plan.groups for part in group.parts]
         self.ignored: list[Any] = []
 
-    def current(self) -> Epoch | None:
+    def current(self) -> Registration | None:
         if not self.client.up:
             return None
         if self.latest.weights != self.weights.identity:
             self.latest = self._moved(str(self.weights.identity))
         return self.latest
 
-    def _moved(self, weights: str) -> Epoch:
+    def _moved(self, weights: str) -> Registration:
         """As a new registration does."""
         catalog, plan, old = self.client.catalog, self.latest.plan, self.latest
         specs = [GroupSpec(group.name, group.rule, SLOT) for group in plan.groups]
@@ -130,7 +130,7 @@ class DirectStart:
         registered = Registered(
             old.boot, old.arena_id, ready=True, namespace=space.id, token_offset=old.token_offset
         )
-        return Epoch(
+        return Registration(
             registered, old.arena, plan, seed(weights.encode()), old.place, old.writers, set(),
             [set() for _ in plan.groups], weights,
         )  # fmt: skip
@@ -162,11 +162,11 @@ class Rig:
         registered = Registered(
             b"boot", arena.arena_id, ready=True, namespace=self.space.id, token_offset=[TOKENS_AT] * groups
         )  # fmt: skip
-        self.epoch = Epoch(
+        self.registration = Registration(
             registered, arena, plan, seed(b"{}"), place, np.arange(world), set(),
             [set() for _ in plan.groups], "loaded",
         )  # fmt: skip
-        self.start = DirectStart(self.client, self.epoch)
+        self.start = DirectStart(self.client, self.registration)
         self.side = SchedulerSide(self.start)  # type: ignore[arg-type]
         self.side.in_flight.stepped()
         self.pool = BlockPool(blocks, enable_caching=True, hash_block_size=32)

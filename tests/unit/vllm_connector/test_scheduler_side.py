@@ -199,7 +199,7 @@ def test_a_prefix_from_a_cache_is_stored_only_where_it_is_not_known_to_be() -> N
         assert "step" not in rig.client.asked
 
         rig.catalog.clear(rig.space.id)
-        rig.epoch.known[0].clear()  # as a new epoch would
+        rig.registration.known[0].clear()  # as a new registration would
         again = rig.request("c", PROMPT)
         rig.side.matched_tokens(again, 256)
         again.num_computed_tokens = 256
@@ -278,7 +278,7 @@ def test_a_state_whose_tokens_are_still_being_sampled_waits_for_them() -> None:
 
 
 @pytest.mark.parametrize("how", ["finish", "preempt"])
-def test_a_waiting_state_is_given_back_with_its_request(how: str) -> None:
+def test_a_waiting_state_is_released_with_its_request(how: str) -> None:
     with rig_of(full(64), state(64)) as rig:
         request = rig.request("a", PROMPT[:127])
         rig.prefill(request)
@@ -522,7 +522,7 @@ def test_a_lease_goes_with_the_next_message(monkeypatch: pytest.MonkeyPatch) -> 
         assert (rig.pins, rig.client.asked) == (0, ["step"])
 
 
-def test_a_lease_is_not_put_off_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lease_is_not_deferred_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(in_flight, "RELEASE_S", 0.05)
     monkeypatch.setattr(in_flight, "IDLE_S", 60.0)  # the steps themselves have to do it
     with rig_of(full(32)) as rig:
@@ -576,7 +576,7 @@ def test_a_load_that_cannot_be_planned_fails_instead_of_hanging(tokens: int) -> 
         rig.side.allocated(request, rig.give_blocks(request, 256), tokens)
         meta = rig.step({})
 
-        assert (meta.doomed, meta.loads) == (["b"], [])
+        assert (meta.failed, meta.loads) == (["b"], [])
         assert rig.pins == 0
 
 
@@ -707,7 +707,7 @@ def test_a_request_that_is_computed_anew_after_a_reset_is_stored() -> None:
 
 
 def test_answers_of_another_server_are_not_used() -> None:
-    """It was restarted between two steps; the new epoch comes with the next call."""
+    """It was restarted between two steps; the new registration comes with the next call."""
     with rig_of(full(32)) as rig:
         rig.store(rig.request("a", PROMPT))
         rig.client.boot = b"another"

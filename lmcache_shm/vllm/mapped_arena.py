@@ -1,4 +1,4 @@
-"""A worker's hold on the server and on the arena: the connection that says it is there, the mapping it copies in."""
+"""A worker's connection to the server, and the arenas it has mapped."""
 
 import logging
 from collections.abc import Callable
@@ -18,8 +18,8 @@ from lmcache_shm.transfer.pages import SlotLayout
 log = logging.getLogger("lmcache_shm")
 
 
-class Attachment(WorkerClient):
-    """Tells the server that this rank is there. What is wrong, the scheduler side says; this one is silent."""
+class WorkerConnection(WorkerClient):
+    """Registers this rank by being connected. Logs at debug level only: the scheduler side reports problems."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class Attachment(WorkerClient):
 
 
 @dataclass(eq=False)
-class Mount:
+class MappedArena:
     """An arena, the engine that copies in it, and the jobs that are underway there."""
 
     arena: Arena
