@@ -205,7 +205,7 @@ def test_a_slot_that_changes_hands_fails_the_load(instance: str) -> None:
         assert pair.worker.counts.total["loads_failed.generation"] == 1
 
 
-def test_a_rest_ends_with_the_load_or_after_a_moment(
+def test_a_backoff_ends_with_the_load_or_after_a_moment(
     instance: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     go, copy = threading.Event(), RunCopier.load
@@ -217,13 +217,13 @@ def test_a_rest_ends_with_the_load_or_after_a_moment(
         pair.side.allocated(request, pair.tables["b"], 256)
         pair.step()
 
-        pair.worker.rest()
+        pair.worker.back_off()
         assert pair.worker.results() == (set(), set())
 
         monkeypatch.setattr(worker, "BACKOFF_S", 10)
         timer = threading.Timer(0.05, go.set)
         timer.start()
-        pair.worker.rest()
+        pair.worker.back_off()
         assert pair.worker.results() == ({"b"}, set())
         timer.join()
 
