@@ -67,8 +67,6 @@ class WorkerSide:
         self._lock = threading.Lock()
         self._loaded: list[tuple[str, bool]] = []
         self._refused: dict[int, set[int]] = {}
-        self._void: set[int] = set()
-        """Loads that were cancelled: failed, however they end."""
         self._said: dict[str, float] = {}
         self._submitted = threading.Event()
         self._closed = False
@@ -91,6 +89,7 @@ class WorkerSide:
             self.rank,
             self.world,
         )
+        self.attachment.say(self.facts.encode())
         self._publisher.start()
         self.attachment.start()
 
@@ -134,7 +133,6 @@ class WorkerSide:
         """Submit this step's loads, after the work that was submitted to the device before."""
         with self._lock:
             self._loaded += [(req_id, False) for req_id in meta.doomed]
-            self._void.update(meta.cancelled)
         for job in meta.loads:
             self._try(job, "load", meta.places[job.arena_id], self.config.load_deadline_s)
 
@@ -244,13 +242,10 @@ class WorkerSide:
     def _report(self, mount: Mount, result: JobResult) -> None:
         with self._lock:
             job, place = mount.jobs.pop(result.id)
-            ok = result.ok and job.id not in self._void
-            self._void.discard(job.id)
-            if result.kind == "store":
-                mount.arena.boards[place.client, self.rank, job.id % RING] = job.id << 1 | int(ok)
-            else:
+            ok, kind = result.ok, result.kind
+            mount.arena.boards[place.client, self.rank, job.id % RING] = job.id << 1 | int(ok)
+            if kind == "load":
                 self._loaded.append((job.req_id, ok))
-        kind = result.kind
         if ok:
             self.counts.add(f"{kind}s")
             self.counts.add("loaded_bytes" if kind == "load" else "stored_bytes", result.nbytes)

@@ -80,9 +80,9 @@ class Wiring:
         for rank, config in enumerate(configs):
             connector = self._worker(rank, config)
             engine.workers.connectors.append(connector)
-            facts = connector.get_handshake_metadata()
-            if facts is not None:
-                handshake[0, rank] = facts
+            told = connector.get_handshake_metadata()
+            if told is not None:
+                handshake[0, rank] = told
         self.scheduler_side.set_xfer_handshake_metadata_pp_aware(handshake)
         assert self.side.start.client.up, self.side.start.client.refusal
         self.attached()
