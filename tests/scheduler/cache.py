@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from vllm.v1.request import RequestStatus
 
 from lmcache_shm.arena.layout import SlotState
 from lmcache_shm.transfer.engine import CopyItem, CopyJob
@@ -49,6 +50,8 @@ class Cache(Contents):
         self.blind = False
         """The server is away: misses are no surprise."""
         self.stores = self.loads = self.failed_loads = 0
+        self._loading: set[str] = set()
+        self._holding: set[str] = set()
 
     def attached(self) -> None:
         super().attached()
@@ -150,6 +153,26 @@ class Cache(Contents):
             )
         if self.watching and reason not in ("generation", "arena"):
             self.oracle.fail("copy", f"{job.kind} {job.id}: slot {item.row}: {reason}")
+
+    # ---------------------------------------------------------------------------- resets
+    def before_reset(self) -> None:
+        """Note who waits for a load, or has a prefix and does not run: a reset takes it from them."""
+        requests = self.engine.scheduler.requests.values()
+        remote = RequestStatus.WAITING_FOR_REMOTE_KVS
+        self._loading = {r.request_id for r in requests if r.status == remote}
+        self._holding = self._loading | {
+            r.request_id
+            for r in requests
+            if r.status in {RequestStatus.WAITING, RequestStatus.PREEMPTED}
+            and r.num_computed_tokens > 0
+        }
+
+    def after_reset(self, *, done: bool, external: bool) -> None:
+        """They are computed from their beginning."""
+        if done:
+            self.spoiled |= self._holding
+        elif external:
+            self.spoiled |= self._loading
 
     # ---------------------------------------------------------------------------- hits
     def _acquires(self) -> int:

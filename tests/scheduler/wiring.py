@@ -14,6 +14,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from lmcache_shm.transfer.engine import CopyItem, CopyJob
 from lmcache_shm.vllm import connector as connector_module
 from lmcache_shm.vllm import worker as worker_module
+from lmcache_shm.vllm.scheduler import SchedulerSide
 from lmcache_shm.vllm.settler import Settler
 from lmcache_shm.vllm.worker import WorkerSide
 from tests.scheduler.engine import Engine
@@ -70,6 +71,18 @@ class Wiring:
         self._patches.enter_context(patch.object(worker_module, "open_engine", self._open_engine))
         if not self.own_threads:
             self._patches.enter_context(patch.object(Settler, "_run", lambda settler: None))
+            self._patches.enter_context(patch.object(SchedulerSide, "wait_settled", self._waiting()))
+
+    def _waiting(self) -> Any:
+        """Where the scheduler side waits for copies, workers go on by themselves: all come to their end."""
+        wait = SchedulerSide.wait_settled
+
+        def waiting(side: SchedulerSide, *given: Any, **more: Any) -> bool:
+            if self.watching and side is self.side:
+                self.catch_up()
+            return wait(side, *given, **more)
+
+        return waiting
 
     def attach(self, engine: Engine, configs: Sequence[KVCacheConfig]) -> None:
         """Build the workers' connectors, hand over their caches, and wait until the cache is in use."""
