@@ -15,6 +15,7 @@ from tests.scheduler.contents import Contents
 from tests.scheduler.late import Pace
 from tests.scheduler.prefixes import Known
 from tests.scheduler.server import CacheServer
+from tests.scheduler.wiring import plan_in
 from tests.scheduler.worker import Step
 
 
@@ -68,7 +69,7 @@ class Cache(Contents):
     # ---------------------------------------------------------------------------- plans
     def planned(self, step: Step) -> None:
         """A schedule() is over: note what was planned in it, and what must hold from the start."""
-        meta = step.output.kv_connector_metadata
+        meta = plan_in(step.output.kv_connector_metadata)
         for job in meta.stores:
             self.stores += 1
             self._plan(job, step, None)

@@ -236,6 +236,8 @@ class Setup:
     drafts: int = 0
     max_seqs: int = 6
     policy: str = "fcfs"
+    place: str = ""
+    """Of our connector under MultiConnector: "only", "first", "second"; "": there is none around it."""
 
 
 def fork(config: Any, **changes: Any) -> Any:
@@ -260,6 +262,8 @@ def vllm_config(setup: Setup, engine_id: str | None, extra: Mapping[str, Any]) -
             engine_id=engine_id,
             kv_connector_extra_config={**family.extra, **extra},
         )
+        if setup.place:
+            transfer = _in_multi(transfer, setup.place)
     scheduler = base.scheduler_config
     spare = scheduler.max_num_batched_tokens - (
         scheduler.max_num_scheduled_tokens or scheduler.max_num_batched_tokens
@@ -281,6 +285,28 @@ def vllm_config(setup: Setup, engine_id: str | None, extra: Mapping[str, Any]) -
         ),
         parallel_config=fork(base.parallel_config),
         kv_transfer_config=transfer,
+    )
+
+
+def _in_multi(ours: KVTransferConfig, place: str) -> KVTransferConfig:
+    """What an engine is given whose MultiConnector has our connector in this place."""
+    child = {
+        "kv_connector": ours.kv_connector,
+        "kv_connector_module_path": ours.kv_connector_module_path,
+        "kv_role": ours.kv_role,
+        "kv_connector_extra_config": ours.kv_connector_extra_config,
+    }
+    neighbour = {
+        "kv_connector": "Neighbour",
+        "kv_connector_module_path": "tests.scheduler.neighbour",
+        "kv_role": "kv_both",
+    }
+    children = {"only": [child], "first": [child, neighbour], "second": [neighbour, child]}
+    return KVTransferConfig(
+        kv_connector="MultiConnector",
+        kv_role="kv_both",
+        engine_id=ours.engine_id,
+        kv_connector_extra_config={"connectors": children[place]},
     )
 
 

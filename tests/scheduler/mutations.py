@@ -351,12 +351,17 @@ def count_blocks_of_steps_under_way(patches: ExitStack) -> None:
 @mutation("changed_hands", "stored", "load", "read", "overwrite", families=("full", "windows", "gdn"), resets=True)
 def reset_under_a_load(patches: ExitStack) -> None:
     """Blocks are taken from a request while its load still writes into them."""
-    right = scheduler.SchedulerSide.wait_settled
+    right = scheduler.SchedulerSide._give_up_blocks
 
-    def hasty(self: Any, timeout_s: float, *, loads: bool = False) -> bool:
-        if not loads:
-            return bool(right(self, timeout_s))
-        self._settle_now()
-        return not self.book.busy
+    def hasty(self: Any) -> bool:
+        def stores_only(timeout_s: float, *, loads: bool) -> bool:
+            self._settle_now()
+            return not self.book.busy
 
-    patches.enter_context(patch.object(scheduler.SchedulerSide, "wait_settled", hasty))
+        self.wait_settled = stores_only
+        try:
+            return bool(right(self))
+        finally:
+            del self.wait_settled
+
+    patches.enter_context(patch.object(scheduler.SchedulerSide, "_give_up_blocks", hasty))

@@ -14,6 +14,8 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from lmcache_shm.transfer.engine import CopyItem, CopyJob
 from lmcache_shm.vllm import connector as connector_module
 from lmcache_shm.vllm import worker as worker_module
+from lmcache_shm.vllm.connector import LMCacheShmConnector
+from lmcache_shm.vllm.metadata import StepMetadata
 from lmcache_shm.vllm.scheduler import SchedulerSide
 from lmcache_shm.vllm.settler import Settler
 from lmcache_shm.vllm.worker import WorkerSide
@@ -35,11 +37,25 @@ class Errors(logging.Handler):
         self.lines.append(record.getMessage() + trace)
 
 
+def ours(connector: Any) -> LMCacheShmConnector:
+    """Our connector: this one, or a child of this one."""
+    family = getattr(connector, "sub_connectors", [connector])
+    return next(c for c in family if isinstance(c, LMCacheShmConnector))
+
+
+def plan_in(metadata: Any) -> StepMetadata:
+    """Our part of a step's metadata."""
+    family = getattr(metadata, "metadata", [metadata])
+    return next(m for m in family if isinstance(m, StepMetadata))
+
+
 class Wiring:
     """Connectors of one engine to `server`."""
 
     engine: Engine
     """From `begin` on."""
+    scheduler_side: Any
+    """Our connector in the scheduler, from `attach` on."""
 
     def __init__(
         self, server: CacheServer, rng: random.Random, pace: Pace | None, *, own_threads: bool
@@ -88,7 +104,7 @@ class Wiring:
         """Build the workers' connectors, hand over their caches, and wait until the cache is in use."""
         self.oracle = engine.oracle
         self.chunk = engine.setup.chunk
-        self.scheduler_side = engine.scheduler.connector
+        self.scheduler_side = ours(engine.scheduler.connector)
         handshake = {}
         for rank, config in enumerate(configs):
             connector = self._worker(rank, config)
@@ -96,7 +112,7 @@ class Wiring:
             told = connector.get_handshake_metadata()
             if told is not None:
                 handshake[0, rank] = told
-        self.scheduler_side.set_xfer_handshake_metadata_pp_aware(handshake)
+        engine.scheduler.connector.set_xfer_handshake_metadata_pp_aware(handshake)
         assert self.side.start.client.up, self.side.start.client.refusal
         self.attached()
 
@@ -145,7 +161,7 @@ class Wiring:
                     self.engine.scheduler.shutdown()
 
     @property
-    def side(self) -> Any:
+    def side(self) -> SchedulerSide:
         """Our scheduler side behind vLLM's interface."""
         return self.scheduler_side.side
 
@@ -160,7 +176,7 @@ class Wiring:
     def publish(self) -> None:
         """What the workers' reporting threads do (they do not run here)."""
         for connector in self.engine.workers.connectors:
-            connector.worker.publish()
+            ours(connector).worker.publish()
 
     def settle(self) -> None:
         """What the settling thread does while the engine is idle (it does not run here)."""
