@@ -251,9 +251,7 @@ class WorkerClient(Link):
         super().__init__(config, engine_id)
         self.client = -1
         """Index of the engine in the arena's boards; -1 before the first attachment."""
-        self._request = AttachWorker(
-            engine_id, rank, world, replicas, list(region_bytes), facts
-        )
+        self._request = AttachWorker(engine_id, rank, world, replicas, list(region_bytes), facts)
         self._on_attached = on_attached
 
     def _greet(self, connection: Connection) -> None:

@@ -125,8 +125,7 @@ class Engines:
             other = present.session.process
             if not other.same(session.process) and other.alive():
                 raise Denied(
-                    "busy",
-                    f"rank {request.rank} of engine {engine.engine_id} is pid {other.pid}",
+                    "busy", f"rank {request.rank} of engine {engine.engine_id} is pid {other.pid}"
                 )
             present.session.engine = None  # its connection is half dead; this one follows it
         if engine.registered and engine.registered[request.rank] != request.region_bytes:

@@ -359,9 +359,8 @@ class SchedulerSide:
         for state in self._requests.values():
             self._drop_states(state)
         for req_id in holders:
-            state = self._requests.get(req_id)
-            if state is not None:
-                self._take_blocks(state)
+            if req_id in self._requests:
+                self._take_blocks(self._requests[req_id])
             else:  # it was aborted, and vLLM waits for the report of its load
                 self._manager.coordinator.free(req_id)
         return True

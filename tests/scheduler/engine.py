@@ -251,7 +251,9 @@ class Engine:
     # ---------------------------------------------------------------------------- resets, pauses
     def reset(self, *, running: bool = False, external: bool = False) -> bool:
         """POST /reset_prefix_cache. With `running` it must succeed: without a cache it would."""
-        self.oracle.note(f"reset_prefix_cache running={running} external={external}: {self.state()}")
+        self.oracle.note(
+            f"reset_prefix_cache running={running} external={external}: {self.state()}"
+        )
         if self._cache:
             self._cache.before_reset()
         done: bool = self.scheduler.reset_prefix_cache(running, external)

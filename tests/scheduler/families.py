@@ -7,6 +7,7 @@ is no model and nothing is executed.
 
 import atexit
 import functools
+import itertools
 import os
 import shutil
 import tempfile
@@ -172,6 +173,8 @@ def _mla() -> Specs:
     return _layers(a=spec, b=spec)
 
 
+_RUNS = itertools.count()
+"""Each engine is a run of its own, as one that a process of its own starts."""
 _RECURRENT = {"mamba_cache_mode": "align"}
 _ANY_STEP = {"lmcache_shm.mamba_steps": "any"}
 
@@ -270,6 +273,7 @@ def vllm_config(setup: Setup, engine_id: str | None, extra: Mapping[str, Any]) -
     )
     return fork(
         base,
+        instance_id=f"run {next(_RUNS)}",
         cache_config=fork(base.cache_config, kv_cache_layout=family.layout, **family.cache),
         model_config=fork(base.model_config, max_model_len=setup.max_len),
         scheduler_config=fork(

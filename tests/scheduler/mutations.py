@@ -342,9 +342,7 @@ def count_blocks_of_steps_under_way(patches: ExitStack) -> None:
     """What vLLM frees when a step has ended is in the way of a reset."""
     right = scheduler.SchedulerSide._give_up_blocks
     patches.enter_context(
-        patch.object(
-            scheduler.SchedulerSide, "_give_up_blocks", lambda self: right(self) and False
-        )
+        patch.object(scheduler.SchedulerSide, "_give_up_blocks", lambda self: right(self) and False)
     )
 
 

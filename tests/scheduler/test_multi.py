@@ -97,9 +97,7 @@ def test_what_only_workers_know_is_part_of_the_namespace(
 def test_the_other_connector_gets_its_own_handshake(place: str, instance: str) -> None:
     """MultiConnector hands every child the first metadata that it finds: ours is none, NixlConnector would raise."""
     with Lab("full", instance, place=place) as lab:
-        other = next(
-            c for c in lab.scheduler.connector.sub_connectors if isinstance(c, Neighbour)
-        )
+        other = next(c for c in lab.scheduler.connector.sub_connectors if isinstance(c, Neighbour))
         assert [(0, 0)] == list(other.met)
 
 

@@ -87,7 +87,9 @@ class Wiring:
         self._patches.enter_context(patch.object(worker_module, "open_engine", self._open_engine))
         if not self.own_threads:
             self._patches.enter_context(patch.object(Settler, "_run", lambda settler: None))
-            self._patches.enter_context(patch.object(SchedulerSide, "wait_settled", self._waiting()))
+            self._patches.enter_context(
+                patch.object(SchedulerSide, "wait_settled", self._waiting())
+            )
 
     def _waiting(self) -> Any:
         """Where the scheduler side waits for copies, workers go on by themselves: all come to their end."""
