@@ -17,7 +17,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from lmcache_shm.config import connector_config
+from lmcache_shm.config import ConfigError, connector_config
 from lmcache_shm.log import NAME
 from lmcache_shm.vllm.layouts import layer_backends
 from lmcache_shm.vllm.metadata import StepMetadata
@@ -45,6 +45,13 @@ class LMCacheShmConnector(KVConnectorBase_V1, SupportsHMA):
             # A cache may lose things: the engine must compute them then. The scheduler reads this next.
             obeyed = obeyed_config(self._kv_transfer_config)
             obeyed.kv_load_failure_policy = "recompute"
+            if self._kv_transfer_config.is_kv_consumer and not obeyed.is_kv_consumer:
+                raise ConfigError(
+                    f'MultiConnector\'s "kv_role" is "{obeyed.kv_role}", its child\'s '
+                    f'"{self._kv_transfer_config.kv_role}": blocks that vLLM frees might be loaded into while a step '
+                    'still writes them; expected "kv_role":"kv_both" of MultiConnector, or "kv_role":"kv_producer" of '
+                    "the child (it then stores and never loads)"
+                )
             alone = obeyed is self._kv_transfer_config
             start = Start(vllm_config, kv_cache_config, config, alone=alone)
             start.open()

@@ -6,16 +6,21 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 
+from lmcache_shm.config import ConfigError
 from lmcache_shm.vllm import connector as connector_module
 from lmcache_shm.vllm import plugin
-from tests.scheduler import workload
+from tests.scheduler import families, workload
+from tests.scheduler.families import fork
 from tests.scheduler.lab import Lab
 from tests.scheduler.neighbour import Neighbour
 from tests.scheduler.oracle import Violation
 from tests.scheduler.test_resets import restless
+from tests.unit.docs_pages import ROOT, transfer_configs
 
+PAGE = ROOT / "docs" / "multiconnector.md"
 PLACES = pytest.mark.parametrize("place", ["only", "first", "second"])
 SEEDS = 3
 
@@ -93,6 +98,21 @@ def test_what_only_workers_know_is_part_of_the_namespace(
             assert all(len(group["pages"]) == 24 for group in worker["groups"].values())
 
 
+def test_a_child_that_loads_needs_an_engine_that_expects_loads(instance: str) -> None:
+    """MultiConnector as kv_producer: vLLM would not put off the frees of blocks that a step still writes."""
+    wrapped = families._in_multi
+
+    def producer(ours: Any, place: str) -> Any:
+        return fork(wrapped(ours, place), kv_role="kv_producer")
+
+    with (
+        patch.object(families, "_in_multi", producer),
+        pytest.raises(ConfigError, match='expected "kv_role":"kv_both" of MultiConnector'),
+        Lab("full", instance, place="only"),
+    ):
+        pass
+
+
 @pytest.mark.parametrize("place", ["first", "second"])
 def test_the_other_connector_gets_its_own_handshake(place: str, instance: str) -> None:
     """MultiConnector hands every child the first metadata that it finds: ours is none, NixlConnector would raise."""
@@ -144,3 +164,29 @@ def test_its_figures_reach_the_engine(place: str, instance: str) -> None:
                 counts[name] = counts.get(name, 0) + n
         assert 4 * lab.chunk == counts["hit_tokens"]
         assert {"stored_chunks", "loads", "stores", "loaded_bytes"} <= counts.keys()
+
+
+@pytest.mark.parametrize("text", [text for _, text in transfer_configs(PAGE)])
+def test_what_the_page_says_to_type_starts_an_engine(text: str, instance: str) -> None:
+    """Each --kv-transfer-config of docs/multiconnector.md, with Neighbour in NixlConnector's place."""
+    given = json.loads(text)
+    for child in given["kv_connector_extra_config"]["connectors"]:
+        if child["kv_connector"] == "NixlConnector":
+            child |= {
+                "kv_connector": "Neighbour",
+                "kv_connector_module_path": "tests.scheduler.neighbour",
+            }
+
+    def as_typed(ours: Any, place: str) -> KVTransferConfig:
+        for child in given["kv_connector_extra_config"]["connectors"]:
+            if child["kv_connector"] == ours.kv_connector:
+                child["kv_connector_extra_config"] = ours.kv_connector_extra_config
+        return KVTransferConfig(**given, engine_id=ours.engine_id)
+
+    with patch.object(families, "_in_multi", as_typed), Lab("gdn", instance, place="typed") as lab:
+        prompt = lab.prompt(4 * lab.chunk + 1)
+        lab.ask(prompt)
+        lab.wipe()
+        reads = lab.cache.side.start.reads
+        lab.cache.blind = not reads
+        assert (4 * lab.chunk if reads else 0) == lab.ask(prompt).external_tokens
