@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-PROTOCOL = 2
+PROTOCOL = 3
 MAX_FRAME = 16 << 20
 """Bytes of one frame's body."""
 MAX_KEYS = 128 << 10
