@@ -21,7 +21,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from lmcache_shm.catalog.keys import encode_tokens
+from lmcache_shm.protocol.keys import encode_tokens
 from tools.scratch import scratch_folder
 from tools.server_process import Server, ServerError
 from tools.tiny_models import FAMILIES

@@ -23,9 +23,9 @@ from pathlib import Path
 
 import msgspec
 
+from lmcache_shm.client.reconnect import socket_path
 from lmcache_shm.config import Config
-from lmcache_shm.control.link import socket_path
-from lmcache_shm.control.messages import (
+from lmcache_shm.protocol.messages import (
     LENGTH,
     PROTOCOL,
     Acquire,
@@ -253,9 +253,9 @@ def guided(seconds: int, folder: Path) -> None:
 
     with atheris.instrument_imports(include=["lmcache_shm"]):
         from lmcache_shm.arena.segment import create
-        from lmcache_shm.catalog.catalog import Catalog
-        from lmcache_shm.control.messages import Drain, Shutdown, decode_request
-        from lmcache_shm.control.service import Service
+        from lmcache_shm.protocol.messages import Drain, Shutdown, decode_request
+        from lmcache_shm.server.catalog.catalog import Catalog
+        from lmcache_shm.server.handlers import Service
 
     arena = create(f"test-{os.getpid()}-guided", 1 << 26, chunk_size=64, separate=True)
     arena.unlink()  # its mapping is enough

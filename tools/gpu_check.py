@@ -31,7 +31,7 @@ from rich.table import Table
 
 from lmcache_shm.cli import bench_device
 from lmcache_shm.cli.bench_server import BenchEngine, PrivateServer, private_server
-from lmcache_shm.control.messages import GroupInfo
+from lmcache_shm.protocol.messages import GroupInfo
 from lmcache_shm.transfer.engine import CopyItem, CopyJob, JobKind, PageRun
 from lmcache_shm.transfer.pages import Part, RawTensor, SlotLayout, group_pages
 from lmcache_shm.transfer.plan import plan_pieces

@@ -15,12 +15,10 @@ from contextlib import AbstractContextManager, contextmanager
 import numpy as np
 
 from lmcache_shm.arena.segment import create
-from lmcache_shm.catalog.catalog import Catalog, GroupSpec
-from lmcache_shm.catalog.hits import Full, Recurrent, Window
-from lmcache_shm.catalog.keys import ChunkKeys, seed
 from lmcache_shm.cli.bench_server import reservation
 from lmcache_shm.config import Config
-from lmcache_shm.control.messages import (
+from lmcache_shm.protocol.keys import ChunkKeys, seed
+from lmcache_shm.protocol.messages import (
     LENGTH,
     Acquire,
     Acquired,
@@ -32,7 +30,9 @@ from lmcache_shm.control.messages import (
     decode_request,
     frame,
 )
-from lmcache_shm.control.service import Service
+from lmcache_shm.protocol.rules import Full, Recurrent, Window
+from lmcache_shm.server.catalog.catalog import Catalog, GroupSpec
+from lmcache_shm.server.handlers import Service
 
 CHUNK, CHUNKS, STEP_CHUNKS = 256, 512, 8
 """A prompt of 128k tokens, prefilled 2,048 tokens at a time."""

@@ -17,8 +17,8 @@ import numpy.typing as npt
 
 from lmcache_shm.arena.layout import COLD_DTYPE, HOT_DTYPE, PAGE, Header, Regions, SlotState
 from lmcache_shm.arena.segment import runtime_dir
-from lmcache_shm.control.connection import Connection, ControlError
-from lmcache_shm.control.messages import (
+from lmcache_shm.client.connection import Connection, ControlError
+from lmcache_shm.protocol.messages import (
     PROTOCOL,
     Check,
     CheckReply,

@@ -19,15 +19,15 @@ import numpy as np
 from rich._export_format import CONSOLE_SVG_FORMAT
 from rich.console import Console
 
-from lmcache_shm.catalog.keys import ChunkKeys, seed
 from lmcache_shm.cli.bench_server import reservation
 from lmcache_shm.cli.top import Source
 from lmcache_shm.cli.top_history import History
 from lmcache_shm.cli.top_view import View, frame, joined
+from lmcache_shm.client.connection import Connection
+from lmcache_shm.client.reconnect import socket_path
 from lmcache_shm.config import server_config
-from lmcache_shm.control.connection import Connection
-from lmcache_shm.control.link import socket_path
-from lmcache_shm.control.messages import (
+from lmcache_shm.protocol.keys import ChunkKeys, seed
+from lmcache_shm.protocol.messages import (
     PROTOCOL,
     Acquire,
     Acquired,

@@ -19,7 +19,7 @@ from lmcache_shm.cli.namespaces import unshared
 from lmcache_shm.cli.options import flags
 from lmcache_shm.cli.reach import confirmed, server_of
 from lmcache_shm.config import OPTIONS, SERVER, Config, ConfigError, connector_config, server_config
-from lmcache_shm.control.messages import (
+from lmcache_shm.protocol.messages import (
     Check,
     CheckReply,
     Clear,

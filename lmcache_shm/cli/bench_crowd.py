@@ -17,8 +17,8 @@ import numpy as np
 from lmcache_shm.cli.bench_echo import echo_peers
 from lmcache_shm.cli.bench_rows import Row, laps, quantiles, row
 from lmcache_shm.cli.bench_server import PrivateServer
-from lmcache_shm.control.connection import Connection
-from lmcache_shm.control.messages import PROTOCOL, Hello, Step, frame
+from lmcache_shm.client.connection import Connection
+from lmcache_shm.protocol.messages import PROTOCOL, Hello, Step, frame
 
 CLIENTS = 32
 PACED_RATE = 10_000

@@ -21,9 +21,9 @@ import numpy as np
 import numpy.typing as npt
 
 from lmcache_shm.arena.segment import Arena, attach
-from lmcache_shm.catalog.keys import ChunkKeys, seed
-from lmcache_shm.control.connection import Connection
-from lmcache_shm.control.messages import (
+from lmcache_shm.client.connection import Connection
+from lmcache_shm.protocol.keys import ChunkKeys, seed
+from lmcache_shm.protocol.messages import (
     PROTOCOL,
     Acquire,
     Acquired,

@@ -19,8 +19,8 @@ from lmcache_shm.cli import doctor_leftovers as leftovers
 from lmcache_shm.cli import doctor_server as server
 from lmcache_shm.cli.findings import Finding, problem
 from lmcache_shm.cli.options import flags
+from lmcache_shm.client.connection import ControlError
 from lmcache_shm.config import Config, ConfigError, server_config
-from lmcache_shm.control.connection import ControlError
 
 MARKS = {"ok": ("✓", "green"), "note": ("•", "yellow"), "problem": ("✗", "bold red")}
 PLAIN = {"✓": "ok", "•": "--", "✗": "!!"}

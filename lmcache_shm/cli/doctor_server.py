@@ -8,18 +8,19 @@ from typing import Any
 
 from lmcache_shm import __version__
 from lmcache_shm.arena.memory import SHM_DIR
+from lmcache_shm.arena.processes import stat as process_stat
 from lmcache_shm.cli.backing import REMEDY, of_snapshot
 from lmcache_shm.cli.doctor_use import compare_namespaces, examine_use
 from lmcache_shm.cli.figures import duration
 from lmcache_shm.cli.findings import Finding, note, ok, problem
-from lmcache_shm.control.connection import (
+from lmcache_shm.client.connection import (
     Connection,
     ControlError,
     DeadlineExceeded,
     ProtocolError,
     Refused,
 )
-from lmcache_shm.control.messages import (
+from lmcache_shm.protocol.messages import (
     PROTOCOL,
     Check,
     CheckReply,
@@ -28,7 +29,6 @@ from lmcache_shm.control.messages import (
     Status,
     StatusReply,
 )
-from lmcache_shm.control.processes import stat as process_stat
 
 Snapshot = Mapping[str, Any]
 

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from lmcache_shm.cli.app import CommandError
+from lmcache_shm.client.connection import Connection, ControlError, DeadlineExceeded, Unavailable
+from lmcache_shm.client.reconnect import socket_path
 from lmcache_shm.config import Config
-from lmcache_shm.control.connection import Connection, ControlError, DeadlineExceeded, Unavailable
-from lmcache_shm.control.link import socket_path
-from lmcache_shm.control.messages import PROTOCOL, Hello
+from lmcache_shm.protocol.messages import PROTOCOL, Hello
 
 ANSWER_S = 5.0
 

@@ -27,15 +27,15 @@ from lmcache_shm.arena.segment import (
     segment_names,
     shm_path,
 )
-from lmcache_shm.catalog.catalog import Catalog, CatalogError
 from lmcache_shm.cli.app import CommandError
 from lmcache_shm.cli.backing import told
 from lmcache_shm.cli.figures import size
+from lmcache_shm.client.reconnect import socket_path
 from lmcache_shm.config import OPTIONS, Config
-from lmcache_shm.control.link import socket_path
-from lmcache_shm.control.listener import check_path
-from lmcache_shm.control.server import Server
-from lmcache_shm.control.service import Service
+from lmcache_shm.server.catalog.catalog import Catalog, CatalogError
+from lmcache_shm.server.handlers import Service
+from lmcache_shm.server.listener import check_path
+from lmcache_shm.server.loop import Server
 
 logger = logging.getLogger("lmcache_shm")
 
@@ -196,7 +196,7 @@ def metrics(config: Config, serving: Server) -> Iterator[None]:
     if not config.metrics_port:
         yield
         return
-    from lmcache_shm.metrics import MetricsServer  # noqa: PLC0415  (a tenth of a second)
+    from lmcache_shm.server.metrics import MetricsServer  # noqa: PLC0415  (a tenth of a second)
 
     try:
         served = MetricsServer(serving, config.metrics_port, config.metrics_host)

@@ -22,10 +22,10 @@ from lmcache_shm.cli.options import flags
 from lmcache_shm.cli.top_history import History
 from lmcache_shm.cli.top_tables import SORTS
 from lmcache_shm.cli.top_view import View, frame, joined
+from lmcache_shm.client.connection import Connection, ControlError
+from lmcache_shm.client.reconnect import socket_path
 from lmcache_shm.config import Config, server_config
-from lmcache_shm.control.connection import Connection, ControlError
-from lmcache_shm.control.link import socket_path
-from lmcache_shm.control.messages import PROTOCOL, Hello, Status, StatusReply
+from lmcache_shm.protocol.messages import PROTOCOL, Hello, Status, StatusReply
 
 ANSWER_S = 2.0
 """A server that is silent for longer counts as lost; it is asked again at the next interval."""

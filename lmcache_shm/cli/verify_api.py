@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from lmcache_shm.client.connection import Connection, ControlError
+from lmcache_shm.client.reconnect import socket_path
 from lmcache_shm.config import Config
-from lmcache_shm.control.connection import Connection, ControlError
-from lmcache_shm.control.link import socket_path
-from lmcache_shm.control.messages import PROTOCOL, Hello, Status, StatusReply
+from lmcache_shm.protocol.messages import PROTOCOL, Hello, Status, StatusReply
 
 TOP = 5  # logprobs per token; the most that every deployment allows
 RESET_S = 30.0

@@ -172,7 +172,8 @@ class LMCacheShmConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         counts = self._side.counts if self._side is not None else self.worker.counts
-        return counts.take()
+        since = counts.take()
+        return ShmStats(data={"counts": since}) if since is not None else None
 
     @classmethod
     def build_kv_connector_stats(

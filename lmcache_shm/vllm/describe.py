@@ -13,9 +13,10 @@ from typing import Any
 import vllm
 
 from lmcache_shm.arena.layout import FORMAT_VERSION
-from lmcache_shm.catalog.namespace import canonical, rule_words
+from lmcache_shm.client.plan import CachePlan
+from lmcache_shm.protocol.descriptor import canonical
+from lmcache_shm.protocol.rules import rule_words
 from lmcache_shm.vllm.layouts import WorkerFacts
-from lmcache_shm.vllm.plan import CachePlan
 
 # Facts of the loaded configuration object that say nothing about the model.
 _NOT_THE_MODEL = {"_name_or_path", "transformers_version", "_commit_hash"}

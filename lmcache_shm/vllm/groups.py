@@ -1,11 +1,10 @@
 """vLLM's KV cache groups as the cache sees them: which are kept, by which rule, in blocks of how many tokens."""
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
-from lmcache_shm.catalog.hits import ChunkedLocal, Full, Recurrent, Rule, Window
+from lmcache_shm.client.groups import IgnoredGroup, KVGroup, ModelError, unified_block_size
+from lmcache_shm.protocol.rules import ChunkedLocal, Full, Recurrent, Rule, Window
 
 # Names of KVCacheSpec classes, most specific first: what a subclass is decides, not what it is called.
 _KINDS = {
@@ -16,42 +15,6 @@ _KINDS = {
     "MLAAttentionSpec": "MLA",
     "FullAttentionSpec": "full attention",
 }
-
-
-class ModelError(ValueError):
-    """This model, or the way it is started, cannot be cached; one line with what to change."""
-
-
-@dataclass(frozen=True)
-class KVGroup:
-    """A KV cache group that is cached."""
-
-    index: int
-    """Its place in ``kv_cache_config.kv_cache_groups`` and in block tables."""
-    rule: Rule
-    block_size: int
-    """Tokens that one block id covers (all ranks of context parallelism together)."""
-    layers: tuple[str, ...]
-    """Of this rank's pipeline stage; may be empty there."""
-    kind: str
-
-    @property
-    def recurrent(self) -> bool:
-        return isinstance(self.rule, Recurrent)
-
-    def __str__(self) -> str:
-        reach = {Window: "window ", ChunkedLocal: "span "}.get(type(self.rule), "")
-        tokens = f", {reach}{getattr(self.rule, 'tokens', '')}" if reach else ""
-        return f"{self.kind}{tokens}, block {self.block_size}, {len(self.layers)} layers"
-
-
-@dataclass(frozen=True)
-class IgnoredGroup:
-    """A KV cache group that no later request could use, and why."""
-
-    index: int
-    layers: tuple[str, ...]
-    why: str
 
 
 def kv_groups(kv_cache_config: Any, dcp: int = 1) -> tuple[list[KVGroup], list[IgnoredGroup]]:
@@ -121,6 +84,58 @@ def _rule(index: int, spec: Any, layers: tuple[str, ...]) -> tuple[Rule, str]:
     )
 
 
-def unified_block_size(groups: Sequence[KVGroup]) -> int:
-    """N: the smallest number of tokens that ends a block in every group."""
-    return math.lcm(*(group.block_size for group in groups))
+# ------------------------------------------------------------------------------- recurrent models
+def check_recurrent(vllm_config: Any, groups: Sequence[KVGroup], mamba_steps: str) -> list[str]:
+    """Whether vLLM is started so that recurrent states can be cached; notes for the log.
+
+    Raises ModelError with what to type instead. Models without recurrent layers always pass.
+    """
+    if not any(group.recurrent for group in groups):
+        return []
+    cache = vllm_config.cache_config
+    if not cache.enable_prefix_caching:
+        raise ModelError(
+            "this model has recurrent layers (Mamba, GDN, short convolution, …), whose states vLLM keeps "
+            "only with prefix caching on; start it with --enable-prefix-caching --mamba-cache-mode align"
+        )
+    if cache.mamba_cache_mode != "align":
+        raise ModelError(
+            f"this model has recurrent layers and runs with --mamba-cache-mode {cache.mamba_cache_mode}; "
+            "their states can be cached only in mode align: start vLLM with "
+            "--enable-prefix-caching --mamba-cache-mode align"
+        )
+    return _check_steps(vllm_config.scheduler_config, unified_block_size(groups), mamba_steps)
+
+
+def _check_steps(scheduler: Any, unit: int, mamba_steps: str) -> list[str]:
+    budget = scheduler.max_num_scheduled_tokens or scheduler.max_num_batched_tokens
+    if budget < unit:
+        raise ModelError(
+            f"max_num_batched_tokens is {budget}, but the unified block size of this recurrent model is "
+            f"N = {unit}: a step has to hold at least one block; start vLLM with "
+            f"--max-num-batched-tokens {2 * unit - 1}"
+        )
+    if budget >= 2 * unit and mamba_steps != "any":
+        raise ModelError(
+            f"max_num_batched_tokens is {budget}, but the unified block size of this recurrent model is "
+            f"N = {unit}: steps of {unit} to {2 * unit - 1} tokens end on every block boundary, larger ones "
+            f"skip some, and the states there are never seen. Either start vLLM with "
+            f"--max-num-batched-tokens {2 * unit - 1}, or set "
+            '"lmcache_shm.mamba_steps": "any" in kv_connector_extra_config to cache only the boundaries '
+            "that vLLM snapshots"
+        )
+    if budget >= 2 * unit:
+        note = (
+            "recurrent states are cached only at boundaries that vLLM snapshots (mamba_steps any, steps of "
+            f"up to {budget} tokens, N = {unit}): hits end on those"
+        )
+        return [note]
+    room = budget - unit
+    if room < scheduler.max_num_seqs - 1 and room < unit - 1:
+        note = (
+            f"a prefill step of this model takes N = {unit} tokens of the {budget} in a step, so prefills wait "
+            f"while more than {room} other requests decode; --max-num-batched-tokens {2 * unit - 1} leaves "
+            f"room for {unit - 1}"
+        )
+        return [note]
+    return []

@@ -7,10 +7,11 @@ from typing import Any
 
 import msgspec
 
+from lmcache_shm.client.groups import KVGroup, ModelError
+from lmcache_shm.client.plan import CachePlan
 from lmcache_shm.transfer.pages import GroupPages, PlacementError, SlotLayout, group_pages
 from lmcache_shm.transfer.pages import Part as PagePart
-from lmcache_shm.vllm.groups import KVGroup, ModelError, content_bytes
-from lmcache_shm.vllm.plan import CachePlan
+from lmcache_shm.vllm.groups import content_bytes
 
 
 @dataclass

@@ -49,8 +49,9 @@ def group_facts(
 
 def sizes(groups: Any, context_parallel: int) -> dict[str, Any]:
     """What the connector would make of these groups: N and chunk sizes, or why it refuses them."""
-    from lmcache_shm.vllm.groups import ModelError, kv_groups, unified_block_size
-    from lmcache_shm.vllm.plan import admissible_sizes, auto_chunk_size
+    from lmcache_shm.client.groups import ModelError, unified_block_size
+    from lmcache_shm.client.plan import admissible_sizes, auto_chunk_size
+    from lmcache_shm.vllm.groups import kv_groups
 
     found: dict[str, Any] = {"n": 0, "chunk_sizes": [], "auto_chunk": 0, "refusal": ""}
     try:

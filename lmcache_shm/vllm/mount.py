@@ -5,14 +5,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from lmcache_shm.arena.segment import Arena
+from lmcache_shm.client.client import WorkerClient
+from lmcache_shm.client.connection import Connection
+from lmcache_shm.client.jobs import Job, Place
+from lmcache_shm.client.plan import CachePlan
 from lmcache_shm.config import Config
-from lmcache_shm.control.client import WorkerClient
-from lmcache_shm.control.connection import Connection
-from lmcache_shm.control.messages import HelloReply
+from lmcache_shm.protocol.messages import HelloReply
 from lmcache_shm.transfer.engine import TransferEngine
 from lmcache_shm.vllm.layouts import RankLayout
-from lmcache_shm.vllm.metadata import Job, Place
-from lmcache_shm.vllm.plan import CachePlan
 
 log = logging.getLogger("lmcache_shm")
 

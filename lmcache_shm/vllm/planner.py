@@ -5,15 +5,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from lmcache_shm.catalog.keys import KEY
-from lmcache_shm.control.client import unpack_rows
-from lmcache_shm.control.messages import BUSY, EXISTS, Reserve, Stepped
-from lmcache_shm.vllm.book import StoreBook
-from lmcache_shm.vllm.epoch import Epoch
-from lmcache_shm.vllm.metadata import Job, SlotCopy
+from lmcache_shm.client.client import unpack_rows
+from lmcache_shm.client.counts import Counts
+from lmcache_shm.client.in_flight import StoreBook
+from lmcache_shm.client.jobs import Job, SlotCopy
+from lmcache_shm.client.registration import Epoch
+from lmcache_shm.client.store_plan import Candidate, States, step_states, storable
+from lmcache_shm.protocol.keys import KEY
+from lmcache_shm.protocol.messages import BUSY, EXISTS, Reserve, Stepped
 from lmcache_shm.vllm.requests import RequestState
-from lmcache_shm.vllm.stats import Counts
-from lmcache_shm.vllm.stores import Candidate, States, step_states, storable
 
 MAX_ENTRIES = 64 << 10
 """Of one reserve; what is beyond is not stored in this step."""

@@ -4,10 +4,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from lmcache_shm.catalog.keys import ChunkKeys, salt_word
-from lmcache_shm.vllm.epoch import Epoch
+from lmcache_shm.client.lookup import Hit
+from lmcache_shm.client.registration import Epoch
+from lmcache_shm.protocol.keys import ChunkKeys, salt_word
 from lmcache_shm.vllm.identity import Unidentified, extra_of, salt_bytes
-from lmcache_shm.vllm.lookup import Hit
 
 NEVER = 1 << 62
 

@@ -12,20 +12,20 @@ from typing import Any
 
 from vllm.v1.request import RequestStatus
 
-from lmcache_shm.catalog.index import split
-from lmcache_shm.catalog.keys import KEY
-from lmcache_shm.vllm.book import Settlement, StoreBook
-from lmcache_shm.vllm.epoch import Epoch
-from lmcache_shm.vllm.loading import Loading
-from lmcache_shm.vllm.loads import CannotLoad, plan_load
-from lmcache_shm.vllm.lookup import Hit, look_up
+from lmcache_shm.client.admission import Parking
+from lmcache_shm.client.counts import Counts
+from lmcache_shm.client.in_flight import Settlement, StoreBook
+from lmcache_shm.client.load_plan import CannotLoad, plan_load
+from lmcache_shm.client.loads import Loading
+from lmcache_shm.client.lookup import Hit, look_up
+from lmcache_shm.client.registration import Epoch
+from lmcache_shm.client.settler import Settler
+from lmcache_shm.protocol.keys import KEY
+from lmcache_shm.server.catalog.index import split
 from lmcache_shm.vllm.metadata import RefusedStores, StepMetadata
-from lmcache_shm.vllm.parking import Parking
 from lmcache_shm.vllm.planner import StorePlanner
 from lmcache_shm.vllm.requests import RequestState
-from lmcache_shm.vllm.settler import Settler
 from lmcache_shm.vllm.start import Start
-from lmcache_shm.vllm.stats import Counts
 
 log = logging.getLogger("lmcache_shm")
 

@@ -10,16 +10,17 @@ import logging
 from collections import deque
 from typing import Any
 
-from lmcache_shm.catalog.namespace import rule_words
+from lmcache_shm.client.autostart import AutostartError, ensure_server
+from lmcache_shm.client.client import CacheClient
+from lmcache_shm.client.groups import ModelError
+from lmcache_shm.client.plan import CachePlan, chosen_chunk_size, make_plan
+from lmcache_shm.client.registration import Epoch
 from lmcache_shm.config import Config
-from lmcache_shm.control.autostart import AutostartError, ensure_server
-from lmcache_shm.control.client import CacheClient
-from lmcache_shm.control.messages import GroupInfo, HelloReply, Register, Registered
+from lmcache_shm.protocol.messages import GroupInfo, HelloReply, Register, Registered
+from lmcache_shm.protocol.rules import rule_words
 from lmcache_shm.vllm.describe import descriptor
-from lmcache_shm.vllm.epoch import Epoch
-from lmcache_shm.vllm.groups import ModelError, kv_groups
+from lmcache_shm.vllm.groups import check_recurrent, kv_groups
 from lmcache_shm.vllm.layouts import WorkerFacts
-from lmcache_shm.vllm.plan import CachePlan, check_recurrent, chosen_chunk_size, make_plan
 
 log = logging.getLogger("lmcache_shm")
 

@@ -3,8 +3,6 @@
 A counter's name is ``family`` or ``family.reason``; `FAMILIES` says what the families mean.
 """
 
-import threading
-from collections import Counter
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
@@ -30,34 +28,6 @@ FAMILIES = {
     "store_seconds": "Time from submitting a store to its end, summed.",
     "errors": "Unexpected errors inside the connector.",
 }
-
-
-class Counts:
-    """What happened since the last `take`. Thread-safe: copies end in threads of their own."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._since: Counter[str] = Counter()
-        self.total: Counter[str] = Counter()
-
-    def add(self, name: str, n: float = 1) -> None:
-        if n > 0:
-            with self._lock:
-                self._since[name] += n  # type: ignore[assignment]  # seconds are no whole numbers
-                self.total[name] += n  # type: ignore[assignment]
-
-    def lookup(self, asked: int, found: int) -> None:
-        """A lookup for `asked` tokens found the first `found` of them."""
-        self.add("query_tokens", asked)
-        self.add("hit_tokens", found)
-
-    def take(self) -> "ShmStats | None":
-        """The counts since the last call, None if there are none."""
-        if not self._since:
-            return None
-        with self._lock:
-            since, self._since = self._since, Counter()
-        return ShmStats(data={"counts": dict(since)})
 
 
 class ShmStats(KVConnectorStats):

@@ -12,8 +12,11 @@ from typing import Any, cast
 
 from lmcache_shm.arena.layout import RING
 from lmcache_shm.arena.segment import Arena
+from lmcache_shm.client.counts import Counts
+from lmcache_shm.client.jobs import Job, Place, SlotCopy
+from lmcache_shm.client.plan import chosen_chunk_size, make_plan
 from lmcache_shm.config import Config
-from lmcache_shm.control.messages import HelloReply
+from lmcache_shm.protocol.messages import HelloReply
 from lmcache_shm.transfer.engine import CopyItem, CopyJob, JobResult, PageRun
 from lmcache_shm.transfer.pages import GroupPages
 from lmcache_shm.transfer.plan import Wish
@@ -26,11 +29,9 @@ from lmcache_shm.vllm.layouts import (
     tensors_of,
     worker_facts,
 )
-from lmcache_shm.vllm.metadata import Job, Place, RefusedStores, SlotCopy, StepMetadata
+from lmcache_shm.vllm.metadata import RefusedStores, StepMetadata
 from lmcache_shm.vllm.mount import Attachment, Mount
-from lmcache_shm.vllm.plan import chosen_chunk_size, make_plan
 from lmcache_shm.vllm.start import engine_id
-from lmcache_shm.vllm.stats import Counts
 
 log = logging.getLogger("lmcache_shm")
 

@@ -5,8 +5,8 @@ import contextlib
 import numpy as np
 
 from lmcache_shm.arena.segment import attach
-from lmcache_shm.control.connection import Connection
-from lmcache_shm.control.messages import (
+from lmcache_shm.client.connection import Connection
+from lmcache_shm.protocol.messages import (
     PROTOCOL,
     Attached,
     AttachWorker,

@@ -20,10 +20,10 @@ from lmcache_shm.arena.check import check
 from lmcache_shm.arena.layout import FLAG_DROP, SlotState
 from lmcache_shm.arena.leftovers import leftovers, purge
 from lmcache_shm.arena.segment import attach
+from lmcache_shm.client.connection import Connection, ControlError
+from lmcache_shm.client.reconnect import socket_path
 from lmcache_shm.config import Config
-from lmcache_shm.control.connection import Connection, ControlError
-from lmcache_shm.control.link import socket_path
-from lmcache_shm.control.messages import PROTOCOL, Hello, Status, StatusReply
+from lmcache_shm.protocol.messages import PROTOCOL, Hello, Status, StatusReply
 from tests.faults import failpoints
 from tests.faults.engines import EngineProcess, state_of
 

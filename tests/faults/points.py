@@ -2,8 +2,9 @@
 
 from typing import NamedTuple
 
-CATALOG = "lmcache_shm.catalog.catalog:Catalog."
-CONTROL = "lmcache_shm.control."
+CATALOG = "lmcache_shm.server.catalog.catalog:Catalog."
+SERVER_SIDE = "lmcache_shm.server."
+CLIENT = "lmcache_shm.client."
 ARENA = "lmcache_shm.arena."
 TRANSFER = "lmcache_shm.transfer."
 
@@ -35,42 +36,42 @@ SERVER = [
     Point("server", CATALOG + "clear", 1, "clear"),
     Point("server", CATALOG + "register", 1, "reconnect"),
     Point("server", CATALOG + "leave", 1, "reconnect"),
-    Point("server", "lmcache_shm.catalog.slots:Slots.evict", 2),
-    Point("server", "lmcache_shm.catalog.slots:Slots.free", 2),
-    Point("server", "lmcache_shm.catalog.room:Room.make", 2),
-    Point("server", "lmcache_shm.catalog.room:Room._take_over", 1, "another size"),
-    Point("server", "lmcache_shm.catalog.reservation:Reserver._write", 2),
+    Point("server", "lmcache_shm.server.catalog.slots:Slots.evict", 2),
+    Point("server", "lmcache_shm.server.catalog.slots:Slots.free", 2),
+    Point("server", "lmcache_shm.server.catalog.room:Room.make", 2),
+    Point("server", "lmcache_shm.server.catalog.room:Room._take_over", 1, "another size"),
+    Point("server", "lmcache_shm.server.catalog.reservation:Reserver._write", 2),
     Point("server", ARENA + "allocator:SlabAllocator.alloc", 2),
     Point("server", ARENA + "allocator:SlabAllocator.bind", 1, "clear"),
     Point("server", ARENA + "allocator:SlabAllocator.unbind", 1, "clear"),
-    Point("server", CONTROL + "engines:write_client", 1, "reconnect"),
-    Point("server", CONTROL + "engines:Engines.attach", 2, "reconnect"),
-    Point("server", CONTROL + "engines:Engines.leave", 1, "reconnect"),
-    Point("server", CONTROL + "session:Session.new_lease", 2),
-    Point("server", CONTROL + "server:Server._reply", 5),
-    Point("server", CONTROL + "server:Server._drop", 2, "reconnect"),
+    Point("server", SERVER_SIDE + "engines:write_client", 1, "reconnect"),
+    Point("server", SERVER_SIDE + "engines:Engines.attach", 2, "reconnect"),
+    Point("server", SERVER_SIDE + "engines:Engines.leave", 1, "reconnect"),
+    Point("server", SERVER_SIDE + "session:Session.new_lease", 2),
+    Point("server", SERVER_SIDE + "loop:Server._reply", 5),
+    Point("server", SERVER_SIDE + "loop:Server._drop", 2, "reconnect"),
 ]
 RESTART = [
     Point("restart", "lmcache_shm.cli.serve:adopt", 1),
-    Point("restart", "lmcache_shm.catalog.recovery:_rewrite", 1),
-    Point("restart", "lmcache_shm.catalog.recovery:_index", 1),
+    Point("restart", "lmcache_shm.server.catalog.recovery:_rewrite", 1),
+    Point("restart", "lmcache_shm.server.catalog.recovery:_index", 1),
     Point("restart", ARENA + "segment:Arena.set_owner", 1),
-    Point("restart", CONTROL + "server:listen", 1),
+    Point("restart", SERVER_SIDE + "loop:listen", 1),
 ]
 SCHEDULER = [
-    Point("scheduler", CONTROL + "client:CacheClient.acquire"),
-    Point("scheduler", CONTROL + "client:CacheClient.step"),
-    Point("scheduler", CONTROL + "client:CacheClient._greet", 1, "reconnect"),
-    Point("scheduler", CONTROL + "client:CacheClient._lost", 1, "reconnect"),
-    Point("scheduler", CONTROL + "link:Link._map", 1, "reconnect"),
-    Point("scheduler", CONTROL + "connection:Connection._send", 4),
-    Point("scheduler", CONTROL + "connection:Connection._receive", 4),
+    Point("scheduler", CLIENT + "client:CacheClient.acquire"),
+    Point("scheduler", CLIENT + "client:CacheClient.step"),
+    Point("scheduler", CLIENT + "client:CacheClient._greet", 1, "reconnect"),
+    Point("scheduler", CLIENT + "client:CacheClient._lost", 1, "reconnect"),
+    Point("scheduler", CLIENT + "reconnect:Link._map", 1, "reconnect"),
+    Point("scheduler", CLIENT + "connection:Connection._send", 4),
+    Point("scheduler", CLIENT + "connection:Connection._receive", 4),
     Point("scheduler", "__main__:Engine._load", 1),
     Point("scheduler", "__main__:Engine._order"),
     Point("scheduler", "__main__:Engine._on_board", 2),
 ]
 WORKER = [
-    Point("worker", CONTROL + "client:WorkerClient._greet", 1, "reconnect"),
+    Point("worker", CLIENT + "client:WorkerClient._greet", 1, "reconnect"),
     Point("worker", TRANSFER + "cpu:CpuEngine.submit"),
     Point("worker", TRANSFER + "cpu:CpuEngine._copy", 7),
     Point("worker", TRANSFER + "guard:SlotGuard.changed_hands", 7),

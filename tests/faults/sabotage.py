@@ -10,7 +10,7 @@ def install() -> None:
     """What SABOTAGE names is broken in this process."""
     what = os.environ.get("SABOTAGE", "")
     if what == "no-quarantine":
-        from lmcache_shm.control.engines import Engines
+        from lmcache_shm.server.engines import Engines
 
         def at_once(self: Engines, engine: Any, rows: list[int]) -> None:
             self.catalog.abort(rows)

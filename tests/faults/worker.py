@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from lmcache_shm.arena.layout import RING
+from lmcache_shm.client.client import WorkerClient
 from lmcache_shm.config import Config
-from lmcache_shm.control.client import WorkerClient
 from lmcache_shm.transfer import guard
 from lmcache_shm.transfer.cpu import CpuEngine
 from lmcache_shm.transfer.engine import CopyItem, CopyJob, PageRun

@@ -16,10 +16,10 @@ import numpy as np
 
 from lmcache_shm.arena.check import check
 from lmcache_shm.arena.segment import attach
-from lmcache_shm.catalog.keys import chain, encode_tokens, seed
+from lmcache_shm.client.connection import Connection
 from lmcache_shm.config import Config
-from lmcache_shm.control.connection import Connection
-from lmcache_shm.control.messages import (
+from lmcache_shm.protocol.keys import chain, encode_tokens, seed
+from lmcache_shm.protocol.messages import (
     LENGTH,
     PROTOCOL,
     Acquire,
@@ -285,8 +285,8 @@ class WorkerProcess:
 
     PROGRAM = """
 import sys
-from lmcache_shm.control.connection import Connection
-from lmcache_shm.control.messages import *
+from lmcache_shm.client.connection import Connection
+from lmcache_shm.protocol.messages import *
 path, engine_id, rank, world, region = sys.argv[1:]
 c = Connection.open(path, Hello(PROTOCOL, "worker", engine_id), 10.0)
 c.call(AttachWorker(engine_id, int(rank), int(world), 1, [int(region)] * 2), Attached)

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from lmcache_shm.cli.top import Source
+from lmcache_shm.client.autostart import AutostartError, ensure_server, log_path
 from lmcache_shm.config import Config, connector_config
-from lmcache_shm.control.autostart import AutostartError, ensure_server, log_path
 from tests.protocol.harness import ServerProcess, until
 
 
@@ -61,7 +61,7 @@ def test_engines_that_start_together_get_one_server(autostart: Config):
     program = """
 import json, sys
 from lmcache_shm.config import connector_config
-from lmcache_shm.control.autostart import ensure_server
+from lmcache_shm.client.autostart import ensure_server
 sys.stdin.readline()
 print(ensure_server(connector_config(json.loads(sys.argv[1]))))
 """
@@ -111,7 +111,7 @@ def test_a_server_that_cannot_start_says_why(instance: str, runtime_dir: Path):
 def test_a_stopped_server_is_an_error_in_time(
     server: ServerProcess, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("lmcache_shm.control.autostart.ANSWER_S", 0.3)
+    monkeypatch.setattr("lmcache_shm.client.autostart.ANSWER_S", 0.3)
     os.kill(server.pid, signal.SIGSTOP)
     try:
         began = time.monotonic()

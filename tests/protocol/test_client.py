@@ -12,9 +12,9 @@ import time
 
 import pytest
 
+from lmcache_shm.client.client import CacheClient, WorkerClient
 from lmcache_shm.config import ConfigError
-from lmcache_shm.control.client import CacheClient, WorkerClient
-from lmcache_shm.control.messages import Clear, Done
+from lmcache_shm.protocol.messages import Clear, Done
 from tests.protocol.harness import (
     CHUNK,
     GROUPS,
@@ -375,7 +375,7 @@ def test_a_descriptor_is_made_of_what_the_workers_say_now(server, caplog):
 
 
 def test_reasons_reach_the_server(server, pair, monkeypatch):
-    from lmcache_shm.control import client
+    from lmcache_shm.client import client
 
     monkeypatch.setattr(client, "REPORT_S", 0.0)
     assert pair.client.wait(5)

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from lmcache_shm.arena.segment import attach
-from lmcache_shm.control.connection import Connection, Refused
-from lmcache_shm.control.messages import (
+from lmcache_shm.client.connection import Connection, Refused
+from lmcache_shm.protocol.messages import (
     PROTOCOL,
     Clear,
     Done,

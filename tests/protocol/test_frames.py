@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from lmcache_shm.control.messages import (
+from lmcache_shm.protocol.messages import (
     LENGTH,
     MAX_FRAME,
     PROTOCOL,
@@ -23,7 +23,7 @@ from lmcache_shm.control.messages import (
     StatusReply,
     frame,
 )
-from lmcache_shm.control.wire import SMALL
+from lmcache_shm.server.frames import SMALL
 from tests.protocol.harness import ServerProcess, exchange, is_closed, receive, until
 
 MESSAGES = [cls.__name__ for cls in Request.__args__]
@@ -135,7 +135,7 @@ def replies(sock: socket.socket) -> int:
 
 
 def _samples():
-    from lmcache_shm.control.messages import Acquire, AttachWorker, Clear, List, Report, Step
+    from lmcache_shm.protocol.messages import Acquire, AttachWorker, Clear, List, Report, Step
     from tests.protocol.harness import GROUPS, Prefix, registration
 
     prefix = Prefix(1, 3)
@@ -273,7 +273,7 @@ def test_connections_beyond_the_limit_are_told_so(lasting):
 
 
 def _serves(server: ServerProcess) -> bool:
-    from lmcache_shm.control.connection import ControlError
+    from lmcache_shm.client.connection import ControlError
 
     try:
         still_serves(server)

@@ -5,8 +5,8 @@ import contextlib
 import numpy as np
 import pytest
 
-from lmcache_shm.control.connection import Connection, Refused
-from lmcache_shm.control.messages import (
+from lmcache_shm.client.connection import Connection, Refused
+from lmcache_shm.protocol.messages import (
     MAX_KEYS,
     PROTOCOL,
     Acquire,

@@ -15,8 +15,8 @@ import pytest
 
 from lmcache_shm.arena.segment import attach
 from lmcache_shm.cli.app import COMMANDS, main
-from lmcache_shm.control.connection import Connection, ControlError, Unavailable
-from lmcache_shm.control.messages import PROTOCOL, Done, Drain, Hello, Shutdown
+from lmcache_shm.client.connection import Connection, ControlError, Unavailable
+from lmcache_shm.protocol.messages import PROTOCOL, Done, Drain, Hello, Shutdown
 from tests.protocol.harness import (
     Engine,
     Prefix,
@@ -135,7 +135,7 @@ def test_the_server_process_imports_neither_torch_nor_vllm(servers, instance, mo
     assert "/torch/" not in mapped
     assert "libcuda" not in mapped
     probe = (
-        "import sys, lmcache_shm.cli.serve, lmcache_shm.control.snapshot as s; print(*sys.modules)"
+        "import sys, lmcache_shm.cli.serve, lmcache_shm.server.snapshot as s; print(*sys.modules)"
     )
     loaded = subprocess.run(
         [sys.executable, "-c", probe], capture_output=True, text=True, check=True

@@ -8,8 +8,8 @@ import sys
 import numpy as np
 import pytest
 
-from lmcache_shm.control.connection import Connection, Refused
-from lmcache_shm.control.messages import PROTOCOL, Clear, Done, Hello, Registered, Step, Stepped
+from lmcache_shm.client.connection import Connection, Refused
+from lmcache_shm.protocol.messages import PROTOCOL, Clear, Done, Hello, Registered, Step, Stepped
 from tests.protocol.harness import (
     REGION,
     WAIT_S,
@@ -217,7 +217,7 @@ def test_a_scheduler_that_returns_before_its_end_was_seen_takes_over(lasting):
 
 def test_a_worker_that_returns_takes_its_place(lasting):
     with engine(lasting) as one, contextlib.ExitStack() as stack:
-        from lmcache_shm.control.messages import Attached, AttachWorker
+        from lmcache_shm.protocol.messages import Attached, AttachWorker
 
         second = Connection.open(lasting.path, Hello(PROTOCOL, "worker", "engine"), WAIT_S)
         stack.callback(second.close)

@@ -159,7 +159,7 @@ def stopped_server(place: Place) -> str:
 
 def another_version(place: Place) -> str:
     """A server that speaks a later protocol."""
-    program = "import lmcache_shm.control.messages as m; m.PROTOCOL += 1\nfrom lmcache_shm.cli.app import main; main()"
+    program = "import lmcache_shm.protocol.messages as m; m.PROTOCOL += 1\nfrom lmcache_shm.cli.app import main; main()"
     later = subprocess.Popen(
         [sys.executable, "-c", program, "server", "--instance", place.instance, "--l1-size-gb", "0.0625"],
         env={**os.environ, "LMCACHE_SHM_RUNTIME_DIR": str(place.folder)},
@@ -210,8 +210,9 @@ def chunk_that_does_not_fit(place: Place) -> str:
 def refused(call: str) -> str:
     """What an engine ends with at its start; the checks are those that the connector makes."""
     pytest.importorskip("vllm")
-    from lmcache_shm.vllm.groups import ModelError
-    from lmcache_shm.vllm.plan import check_recurrent, make_plan
+    from lmcache_shm.client.groups import ModelError
+    from lmcache_shm.client.plan import make_plan
+    from lmcache_shm.vllm.groups import check_recurrent
     from tests.unit.vllm_connector import worlds
 
     names = {**vars(worlds), "check_recurrent": check_recurrent, "make_plan": make_plan}

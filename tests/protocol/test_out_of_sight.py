@@ -18,8 +18,8 @@ UNSHARE = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]
 KERNEL = tuple(int(part) for part in os.uname().release.split(".")[:2])
 SCHEDULER = """
 import sys
-from lmcache_shm.control.connection import Connection
-from lmcache_shm.control.messages import PROTOCOL, Hello, Registered, Step, Stepped
+from lmcache_shm.client.connection import Connection
+from lmcache_shm.protocol.messages import PROTOCOL, Hello, Registered, Step, Stepped
 from tests.protocol.harness import Prefix, registration, rows_of
 c = Connection.open(sys.argv[1], Hello(PROTOCOL, "scheduler", "far"), 10.0)
 assert c.call(registration("far", world=2), Registered).ready

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from lmcache_shm.cli.top import Source
-from lmcache_shm.control.messages import Done, Drain, Report
+from lmcache_shm.protocol.messages import Done, Drain, Report
 from tests.protocol.harness import Prefix, ServerProcess, WorkerProcess, engine, until
 
 

@@ -7,8 +7,8 @@ import pytest
 
 from lmcache_shm.arena.layout import SlotState
 from lmcache_shm.arena.segment import attach
-from lmcache_shm.control.connection import Connection, Refused
-from lmcache_shm.control.messages import (
+from lmcache_shm.client.connection import Connection, Refused
+from lmcache_shm.protocol.messages import (
     EXISTS,
     PROTOCOL,
     Attached,

@@ -11,13 +11,13 @@ import xxhash
 
 from lmcache_shm.arena.layout import SlotState
 from lmcache_shm.arena.segment import Arena, attach, create
-from lmcache_shm.catalog.catalog import Catalog, GroupSpec
-from lmcache_shm.catalog.hits import Full
-from lmcache_shm.control import scrub
-from lmcache_shm.control.connection import Connection
-from lmcache_shm.control.geometry import checks_number, slot_geometry
-from lmcache_shm.control.journal import Journal
-from lmcache_shm.control.messages import PROTOCOL, Attached, AttachWorker, Hello, Registered
+from lmcache_shm.arena.slot import checks_number, slot_geometry
+from lmcache_shm.client.connection import Connection
+from lmcache_shm.protocol.messages import PROTOCOL, Attached, AttachWorker, Hello, Registered
+from lmcache_shm.protocol.rules import Full
+from lmcache_shm.server import scrub
+from lmcache_shm.server.catalog.catalog import Catalog, GroupSpec
+from lmcache_shm.server.events import Journal
 from lmcache_shm.transfer.cpu import CpuEngine
 from lmcache_shm.transfer.engine import CopyItem, CopyJob, PageRun
 from lmcache_shm.transfer.pages import Part, RawTensor, SlotLayout, group_pages

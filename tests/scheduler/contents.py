@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from lmcache_shm.arena.layout import FLAG_DROP, SlotState
-from lmcache_shm.catalog.keys import ChunkKeys
+from lmcache_shm.protocol.keys import ChunkKeys
 from tests.scheduler.content import Stream
 from tests.scheduler.late import Pace
 from tests.scheduler.oracle import Oracle

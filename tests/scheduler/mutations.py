@@ -8,10 +8,14 @@ from unittest.mock import patch
 
 import numpy as np
 
-from lmcache_shm.catalog import hits
-from lmcache_shm.catalog.hits import Window
+from lmcache_shm.client import in_flight as book
+from lmcache_shm.client import load_plan as loads
+from lmcache_shm.client import lookup
+from lmcache_shm.client import store_plan as stores
+from lmcache_shm.protocol import rules as hits
+from lmcache_shm.protocol.rules import Window
 from lmcache_shm.transfer.guard import SlotGuard
-from lmcache_shm.vllm import book, loads, lookup, planner, requests, scheduler, stores
+from lmcache_shm.vllm import planner, requests, scheduler
 
 Enter = Callable[[ExitStack], None]
 

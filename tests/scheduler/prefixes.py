@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from lmcache_shm.catalog.keys import ChunkKeys
+from lmcache_shm.protocol.keys import ChunkKeys
 from lmcache_shm.vllm.identity import extra_of
 from tests.scheduler.content import Stream
 from tests.scheduler.engine import Engine

@@ -8,11 +8,11 @@ import numpy as np
 
 from lmcache_shm.arena.layout import FLAG_DROP, SlotState
 from lmcache_shm.arena.segment import create
-from lmcache_shm.catalog.catalog import Catalog
+from lmcache_shm.client.reconnect import socket_path
 from lmcache_shm.config import Config, server_config
-from lmcache_shm.control.link import socket_path
-from lmcache_shm.control.server import Server
-from lmcache_shm.control.service import Service
+from lmcache_shm.server.catalog.catalog import Catalog
+from lmcache_shm.server.handlers import Service
+from lmcache_shm.server.loop import Server
 
 T = TypeVar("T")
 

@@ -11,13 +11,13 @@ from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
+from lmcache_shm.client.settler import Settler
 from lmcache_shm.transfer.engine import CopyItem, CopyJob
 from lmcache_shm.vllm import connector as connector_module
 from lmcache_shm.vllm import worker as worker_module
 from lmcache_shm.vllm.connector import LMCacheShmConnector
 from lmcache_shm.vllm.metadata import StepMetadata
 from lmcache_shm.vllm.scheduler import SchedulerSide
-from lmcache_shm.vllm.settler import Settler
 from lmcache_shm.vllm.worker import WorkerSide
 from tests.scheduler.engine import Engine
 from tests.scheduler.families import Setup

@@ -119,7 +119,7 @@ def test_modules_that_the_architecture_names_exist():
 
 
 def test_metrics_that_the_text_names_exist():
-    from lmcache_shm.metrics import families
+    from lmcache_shm.server.metrics import families
     from tests.unit.sample_snapshot import snapshot
 
     exist = {sample.name for family in families(snapshot()) for sample in family.samples}

@@ -19,9 +19,9 @@ from lmcache_shm.cli import doctor_server as server
 from lmcache_shm.cli.doctor import examine
 from lmcache_shm.cli.doctor_use import compare_namespaces
 from lmcache_shm.cli.findings import Finding
+from lmcache_shm.client.connection import DeadlineExceeded, Refused, Unavailable
 from lmcache_shm.config import ConfigError
-from lmcache_shm.control.connection import DeadlineExceeded, Refused, Unavailable
-from lmcache_shm.control.messages import HelloReply
+from lmcache_shm.protocol.messages import HelloReply
 from tests.unit.sample_snapshot import snapshot
 
 GIB = 1 << 30

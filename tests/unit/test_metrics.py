@@ -15,7 +15,7 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from lmcache_shm.metrics import COUNTERS, MetricsServer, SnapshotCollector, families
+from lmcache_shm.server.metrics import COUNTERS, MetricsServer, SnapshotCollector, families
 from tests.unit.sample_snapshot import snapshot
 
 DASHBOARD = Path(__file__).parents[2] / "docs" / "grafana" / "lmcache-shm.json"
@@ -158,7 +158,7 @@ def port() -> int:
 @pytest.fixture
 def serving(port: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """A MetricsServer over a snapshot; yields the names of the threads in which snapshots were taken."""
-    import lmcache_shm.control.snapshot as module
+    import lmcache_shm.server.snapshot as module
 
     threads: list[str] = []
 

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from lmcache_shm.control.processes import Process, stat
+from lmcache_shm.arena.processes import Process, stat
 
 
 @contextmanager

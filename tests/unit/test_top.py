@@ -15,7 +15,7 @@ from lmcache_shm.cli.top_history import History
 from lmcache_shm.cli.top_slabs import PLAIN, picture, slabs_per_cell
 from lmcache_shm.cli.top_tables import SORTS
 from lmcache_shm.cli.top_view import View, frame, joined
-from lmcache_shm.control.connection import Unavailable
+from lmcache_shm.client.connection import Unavailable
 from tests.unit.sample_snapshot import later, snapshot
 
 

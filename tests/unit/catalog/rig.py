@@ -10,9 +10,9 @@ import numpy as np
 
 from lmcache_shm.arena import segment
 from lmcache_shm.arena.layout import SlotState
-from lmcache_shm.catalog import keys as k
-from lmcache_shm.catalog.catalog import Catalog, GroupSpec, Namespace
-from lmcache_shm.catalog.hits import ChunkedLocal, Full, Recurrent, Rule, Window
+from lmcache_shm.protocol import keys as k
+from lmcache_shm.protocol.rules import ChunkedLocal, Full, Recurrent, Rule, Window
+from lmcache_shm.server.catalog.catalog import Catalog, GroupSpec, Namespace
 
 CHUNK = 16
 SLAB = 64 << 10

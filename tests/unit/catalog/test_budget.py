@@ -6,8 +6,8 @@ import time
 import numpy as np
 import pytest
 
-from lmcache_shm.catalog.catalog import FULL, Catalog
-from lmcache_shm.catalog.hits import Full
+from lmcache_shm.protocol.rules import Full
+from lmcache_shm.server.catalog.catalog import FULL, Catalog
 from tests.unit.catalog import rig
 from tests.unit.catalog.rig import CHUNK, spec
 

@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 
 from lmcache_shm.arena.layout import SlotState
-from lmcache_shm.catalog import keys as k
-from lmcache_shm.catalog.catalog import BUSY, Catalog, CatalogError
-from lmcache_shm.catalog.hits import Full, Recurrent, Window
-from lmcache_shm.catalog.namespace import canonical, describe, differences
+from lmcache_shm.cli.namespaces import differences
+from lmcache_shm.protocol import keys as k
+from lmcache_shm.protocol.descriptor import canonical, describe
+from lmcache_shm.protocol.rules import Full, Recurrent, Window
+from lmcache_shm.server.catalog.catalog import BUSY, Catalog, CatalogError
 from tests.unit.catalog import rig
 from tests.unit.catalog.rig import CHUNK, SLAB, Prefix, reserve, spec, store
 
@@ -118,11 +119,11 @@ def test_descriptor_is_the_same_for_equal_facts():
 
 def test_differences_are_named():
     one, other = (
-        canonical({"model": "x", "tp": {"size": 1}}),
-        canonical({"model": "x", "tp": {"size": 2}, "n": 0}),
+        {"description": {"model": "x", "tp": {"size": 1}}},
+        {"description": {"model": "x", "tp": {"size": 2}, "n": 0}},
     )
 
-    assert differences(one, other) == ["n: 'absent' and 0", "tp.size: 1 and 2"]
+    assert differences(one, other) == ["n (- / 0)", "tp.size (1 / 2)"]
     assert differences(one, one) == []
 
 
@@ -401,14 +402,14 @@ def test_a_large_table_is_not_walked_while_engines_wait(catalog, monkeypatch):
     space = catalog.register(b"m", [spec(Full(), 12000)])
     rows = store(catalog, space, Prefix(space, "a", 3), range(3))
     catalog.arena.cold["salt"][rows[0]] = 5
-    monkeypatch.setattr("lmcache_shm.catalog.audit.THOROUGH", 2)
+    monkeypatch.setattr("lmcache_shm.server.catalog.audit.THOROUGH", 2)
 
     assert catalog.check() == []
     assert catalog.check(thorough=True) == [f"committed rows that do not fit their seal: {rows[0]}"]
 
 
 def test_ghosts_are_bounded_and_remember():
-    from lmcache_shm.catalog.misses import Ghosts
+    from lmcache_shm.server.catalog.misses import Ghosts
 
     ghosts = Ghosts(64)
     keys = np.arange(2000, dtype="<u8").reshape(-1, 2)

@@ -10,7 +10,7 @@ import time
 import pytest
 
 from lmcache_shm.arena import segment
-from lmcache_shm.catalog.catalog import Catalog
+from lmcache_shm.server.catalog.catalog import Catalog
 from tests.unit.catalog import rig
 from tests.unit.catalog.rig import SLAB
 
@@ -18,7 +18,7 @@ CHURN = """
     import random, sys
     sys.path[:0] = {path!r}
     from lmcache_shm.arena import segment
-    from lmcache_shm.catalog.catalog import Catalog
+    from lmcache_shm.server.catalog.catalog import Catalog
     from tests.unit.catalog.rig import *
     from tests.unit.catalog.test_catalog_stateful import MODELS
 

@@ -6,9 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lmcache_shm.arena.layout import HOT_DTYPE, SlotState
-from lmcache_shm.catalog.catalog import BUSY, EXISTS, FULL, Catalog
-from lmcache_shm.catalog.eviction import victims
-from lmcache_shm.catalog.hits import Full, Recurrent
+from lmcache_shm.protocol.rules import Full, Recurrent
+from lmcache_shm.server.catalog.catalog import BUSY, EXISTS, FULL, Catalog
+from lmcache_shm.server.catalog.eviction import victims
 from tests.unit.catalog import rig
 from tests.unit.catalog.rig import CHUNK, SLAB, Prefix, reserve, spec, store
 

@@ -8,8 +8,8 @@ import pytest
 
 from lmcache_shm.arena import memory, segment
 from lmcache_shm.arena.check import check
-from lmcache_shm.catalog.catalog import FULL, Catalog, CatalogError
-from lmcache_shm.catalog.hits import Full, Recurrent
+from lmcache_shm.protocol.rules import Full, Recurrent
+from lmcache_shm.server.catalog.catalog import FULL, Catalog, CatalogError
 from tests.unit.catalog import rig
 from tests.unit.catalog.rig import SLAB, Prefix, reserve, spec, store, visible
 

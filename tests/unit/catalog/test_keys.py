@@ -11,8 +11,8 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmcache_shm.catalog import keys as k
-from lmcache_shm.control.geometry import token_area
+from lmcache_shm.arena.slot import token_area
+from lmcache_shm.protocol import keys as k
 
 SEED = k.seed(b"namespace")
 TOKENS = st.lists(st.integers(0, 2**32 - 1), min_size=0, max_size=70)
@@ -154,7 +154,7 @@ def test_each_identity_has_its_own_keys():
 def test_same_bytes_in_every_process():
     """Nothing depends on PYTHONHASHSEED."""
     program = (
-        "from lmcache_shm.catalog import keys as k;"
+        "from lmcache_shm.protocol import keys as k;"
         "r = k.ChunkKeys(k.seed(b'n'), 8); r.extend(list(range(100)), None, lambda i: b'e%d' % i);"
         "print(r.keys.hex(), r.digests.hex(), k.salt_word(b's'))"
     )

@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 
 from lmcache_shm.arena.allocator import SlabAllocator
 from lmcache_shm.arena.layout import SlotState
-from lmcache_shm.catalog import reservation
-from lmcache_shm.catalog.catalog import FULL, Catalog
-from lmcache_shm.catalog.hits import ChunkedLocal, Full, Recurrent, Rule, Window
+from lmcache_shm.protocol.rules import ChunkedLocal, Full, Recurrent, Rule, Window
+from lmcache_shm.server.catalog import reservation
+from lmcache_shm.server.catalog.catalog import FULL, Catalog
 from tests.unit.catalog import rig
 from tests.unit.catalog.rig import CHUNK, SLAB, Prefix, reserve, reserve_all, spec, store
 

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from lmcache_shm.arena import segment
 from lmcache_shm.arena.clients import ClientRecord, erase_client, start_time, write_client
 from lmcache_shm.arena.layout import FLAG_DROP, SlotState
-from lmcache_shm.catalog.catalog import Catalog, CatalogError
-from lmcache_shm.catalog.hits import Full, Recurrent, Window
+from lmcache_shm.protocol.rules import Full, Recurrent, Window
+from lmcache_shm.server.catalog.catalog import Catalog, CatalogError
 from tests.unit.catalog import rig
 from tests.unit.catalog.rig import CHUNK, SLAB, Prefix, reserve, spec, store
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lmcache_shm.vllm import book
+from lmcache_shm.client import in_flight as book
 
 
 @pytest.fixture(autouse=True)

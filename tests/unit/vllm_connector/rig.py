@@ -12,12 +12,13 @@ from vllm.v1.core.block_pool import BlockPool
 
 from lmcache_shm.arena import segment
 from lmcache_shm.arena.layout import RING, SlotState
-from lmcache_shm.catalog.catalog import Catalog, GroupSpec
-from lmcache_shm.catalog.keys import seed
-from lmcache_shm.control.messages import Acquired, Reserve, Stepped
-from lmcache_shm.vllm.epoch import Epoch
-from lmcache_shm.vllm.metadata import Job, Place, StepMetadata
-from lmcache_shm.vllm.plan import CachePlan, make_plan
+from lmcache_shm.client.jobs import Job, Place
+from lmcache_shm.client.plan import CachePlan, make_plan
+from lmcache_shm.client.registration import Epoch
+from lmcache_shm.protocol.keys import seed
+from lmcache_shm.protocol.messages import Acquired, Reserve, Stepped
+from lmcache_shm.server.catalog.catalog import Catalog, GroupSpec
+from lmcache_shm.vllm.metadata import StepMetadata
 from lmcache_shm.vllm.scheduler import SchedulerSide
 
 from .worlds import engine, groups_of

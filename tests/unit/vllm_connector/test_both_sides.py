@@ -14,11 +14,11 @@ import torch
 from msgspec import structs
 from vllm.v1.core.block_pool import BlockPool
 
+from lmcache_shm.client.groups import ModelError
 from lmcache_shm.config import connector_config
 from lmcache_shm.transfer.engine import JobResult
 from lmcache_shm.transfer.strided import BundleCopier
 from lmcache_shm.vllm import worker
-from lmcache_shm.vllm.groups import ModelError
 from lmcache_shm.vllm.metadata import StepMetadata
 from lmcache_shm.vllm.scheduler import SchedulerSide
 from lmcache_shm.vllm.start import Start

@@ -22,12 +22,13 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.worker.utils import allocate_kv_cache
 
 from lmcache_shm.arena.layout import SlotState
+from lmcache_shm.client.groups import ModelError
+from lmcache_shm.client.plan import make_plan
 from lmcache_shm.transfer.cpu import CpuEngine
 from lmcache_shm.transfer.engine import CopyItem, PageRun
 from lmcache_shm.transfer.pages import GroupPages
-from lmcache_shm.vllm.groups import ModelError, content_bytes, kv_groups
+from lmcache_shm.vllm.groups import content_bytes, kv_groups
 from lmcache_shm.vllm.layouts import RankLayout, pages_by_group, rank_layout
-from lmcache_shm.vllm.plan import make_plan
 from tests.unit.transfer.worlds import FakeArena, job
 
 from .resolved import BLOCKS, CASES

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from lmcache_shm.arena.layout import COLD_DTYPE
-from lmcache_shm.vllm.metadata import Place
+from lmcache_shm.client.jobs import Place
 from lmcache_shm.vllm.worker import WorkerSide
 
 

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from lmcache_shm.arena.layout import ENGINE_ID_BYTES
-from lmcache_shm.catalog.namespace import describe
+from lmcache_shm.client.plan import make_plan
+from lmcache_shm.protocol.descriptor import describe
 from lmcache_shm.vllm.describe import descriptor, facts, identity_of
 from lmcache_shm.vllm.groups import kv_groups
 from lmcache_shm.vllm.layouts import WorkerFacts
-from lmcache_shm.vllm.plan import make_plan
 from lmcache_shm.vllm.start import engine_id
 
 from .worlds import config, full, window

@@ -5,9 +5,10 @@ from typing import Any
 import pytest
 import torch
 
-from lmcache_shm.vllm.groups import ModelError, kv_groups
+from lmcache_shm.client.groups import ModelError
+from lmcache_shm.client.plan import make_plan
+from lmcache_shm.vllm.groups import kv_groups
 from lmcache_shm.vllm.layouts import pages_by_group, rank_layout, tensors_of, worker_facts
-from lmcache_shm.vllm.plan import make_plan
 
 from .worlds import config, full, state, uniform, window
 

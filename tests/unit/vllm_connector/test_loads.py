@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from lmcache_shm.vllm.loads import CannotLoad, SlotRuns, plan_load
-from lmcache_shm.vllm.plan import CachePlan, make_plan
+from lmcache_shm.client.load_plan import CannotLoad, SlotRuns, plan_load
+from lmcache_shm.client.plan import CachePlan, make_plan
 
 from .worlds import full, groups_of, local, state, window
 

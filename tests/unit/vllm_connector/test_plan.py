@@ -2,15 +2,10 @@
 
 import pytest
 
-from lmcache_shm.catalog.hits import Full, Recurrent, Window
-from lmcache_shm.vllm.groups import IgnoredGroup, ModelError
-from lmcache_shm.vllm.plan import (
-    admissible_sizes,
-    auto_chunk_size,
-    check_recurrent,
-    chosen_chunk_size,
-    make_plan,
-)
+from lmcache_shm.client.groups import IgnoredGroup, ModelError
+from lmcache_shm.client.plan import admissible_sizes, auto_chunk_size, chosen_chunk_size, make_plan
+from lmcache_shm.protocol.rules import Full, Recurrent, Window
+from lmcache_shm.vllm.groups import check_recurrent
 
 from .worlds import engine, full, groups_of, local, state, window
 

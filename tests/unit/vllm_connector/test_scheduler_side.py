@@ -6,8 +6,9 @@ from types import SimpleNamespace
 import pytest
 
 from lmcache_shm.arena.layout import SlotState
-from lmcache_shm.catalog.keys import encode_tokens
-from lmcache_shm.vllm import book, settler
+from lmcache_shm.client import in_flight as book
+from lmcache_shm.client import settler
+from lmcache_shm.protocol.keys import encode_tokens
 from lmcache_shm.vllm.metadata import RefusedStores
 
 from .rig import TOKENS_AT, Rig, rig_of

@@ -2,9 +2,9 @@
 
 import pytest
 
-from lmcache_shm.vllm.metadata import Run
-from lmcache_shm.vllm.plan import CachePlan, make_plan
-from lmcache_shm.vllm.stores import Candidate, step_states, storable
+from lmcache_shm.client.jobs import Run
+from lmcache_shm.client.plan import CachePlan, make_plan
+from lmcache_shm.client.store_plan import Candidate, step_states, storable
 
 from .worlds import full, groups_of, local, state, window
 

@@ -16,7 +16,8 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
-from lmcache_shm.vllm.groups import KVGroup, kv_groups
+from lmcache_shm.client.groups import KVGroup
+from lmcache_shm.vllm.groups import kv_groups
 
 
 def full(block: int = 32, heads: int = 2, **more: Any) -> FullAttentionSpec:

@@ -1,1 +1,0 @@
-"""SOCKET: the control socket. Prefix keys, slot numbers and leases; never payload bytes."""

@@ -1,0 +1,182 @@
+"""What people and metrics see of the catalog."""
+
+import bisect
+from collections import Counter
+from typing import Any
+
+import numpy as np
+
+from lmcache_shm.arena.layout import SlotState
+from lmcache_shm.protocol.descriptor import describe
+from lmcache_shm.protocol.rules import rule_words
+from lmcache_shm.server.catalog.census import STATES, Census
+from lmcache_shm.server.catalog.namespaces import Namespace
+from lmcache_shm.server.catalog.slots import Slots
+
+
+def snapshot(slots: Slots, misses: Counter[str], adopted: dict[str, int]) -> dict[str, Any]:
+    """Plain dicts and lists of numbers and texts. Bytes of all states add up to the arena's size."""
+    census = Census(slots)
+    return {
+        "arena": _arena(slots, census),
+        "counters": dict(slots.counters),
+        "misses": dict(misses),
+        "adopted": dict(adopted),
+        "namespaces": _namespaces(slots, census),
+        "slab_map": _slab_map(slots, census),
+    }
+
+
+def _arena(slots: Slots, census: Census) -> dict[str, Any]:
+    arena, allocator = slots.arena, slots.allocator
+    nbytes = {name: census.nbytes(name) for name in STATES}
+    slabs_free = allocator.slabs - int(census.lengths.sum())
+    waiting = allocator.slabs - allocator.usable_slabs()
+    nbytes["free"] += (slabs_free - waiting) * allocator.slab_bytes
+    nbytes["unbacked"] = waiting * allocator.slab_bytes
+    nbytes["unusable"] = arena.data_bytes - sum(nbytes.values())
+    coldest = census.coldest()
+    return {
+        "data_bytes": arena.data_bytes,
+        "meta_bytes": arena.meta_bytes,
+        "slab_bytes": allocator.slab_bytes,
+        "slabs": allocator.slabs,
+        "slabs_free": slabs_free,
+        "max_slots": arena.max_slots,
+        "bytes": nbytes,
+        "slots": {name: census.total(name) for name in (*STATES, "pinned")},
+        "backed_bytes": arena.backed_bytes,
+        "growing": arena.growing,
+        "prefaulted_bytes": int(arena.live["prefaulted"][0]),
+        "coldest_tick": coldest[1] if coldest else None,
+        "tick": slots.tick,
+    }
+
+
+def _namespaces(slots: Slots, census: Census) -> list[dict[str, Any]]:
+    spaces = list(slots.spaces.values())
+    states = {"slots": "used", "reserved": "reserved", "pinned": "pinned"}
+    counted = {name: census.by_owner(state, spaces) for name, state in states.items()}
+    return [
+        {
+            "id": space.id,
+            "key": space.key.hex(),
+            "name": str(space.groups[0].spec.info.get("model") or f"namespace {space.id}"),
+            "description": describe(space.descriptor),
+            "chunk_size": space.chunk_size,
+            "users": space.users,
+            "hits": space.hits,
+            "misses": space.misses,
+            "groups": _groups(space, counted),
+        }
+        for space in spaces
+    ]
+
+
+def _groups(space: Namespace, counted: dict[str, dict[int, int]]) -> list[dict[str, Any]]:
+    groups = []
+    for group in space.groups:
+        kind, parameter = rule_words(group.spec.rule)
+        owner = space.id << 16 | group.number
+        sizes = group.spec.info.get("block_sizes") or []
+        groups.append(
+            {
+                **group.spec.info,
+                "name": group.spec.name,
+                "kind": kind,
+                "window": parameter,
+                "block_size": sizes[0] if len(set(sizes)) == 1 else 0,
+                "slot_bytes": group.size,
+                **{name: counts.get(owner, 0) for name, counts in counted.items()},
+                "hits": group.hits,
+                "served": group.served,
+                "misses": group.misses,
+                "short": group.short,
+                "commits": group.commits,
+                "evictions": group.evictions,
+            }
+        )
+    return groups
+
+
+def _slab_map(slots: Slots, census: Census) -> list[list[int]]:
+    """In the arena's order, per extent or gap between extents: namespace and group of its slots (-1: of
+    none), slots, used, pinned, reserved, slabs, quarantined."""
+    columns = [
+        census.by_extent(name).tolist() for name in ("used", "pinned", "reserved", "quarantined")
+    ]
+    found = []
+    for i, (owner, start) in enumerate(
+        zip(census.owners_of_extents(), census.starts.tolist(), strict=True)
+    ):
+        used, pinned, reserved, quarantined = (column[i] for column in columns)
+        slabs, n = int(census.lengths[i]), int(census.slots[i])
+        found.append((start, [*owner, n, used, pinned, reserved, slabs, quarantined]))
+    for start, length in slots.allocator.free_runs().tolist():
+        found.append((start, [-1, -1, 0, 0, 0, 0, length, 0]))
+    return [entry for _, entry in sorted(found)]
+
+
+def tree(slots: Slots, ns: int | None, limit: int) -> list[dict[str, Any]]:
+    """One dict per cached chunk; parents before children, the most recently used prefix first.
+
+    {"namespace", "key", "parent" (hex), "chunk", "depth" (chunks above it in this listing), "groups" (numbers
+    that hold it), "rows", "bytes", "pins", "hits", "created_s" (Unix time), "tick"}
+    """
+    hot, cold = slots.arena.hot, slots.arena.cold
+    mine = slots.state == SlotState.COMMITTED
+    if ns is not None and ns >= 0:
+        mine &= hot["namespace"] == ns
+    rows = np.flatnonzero(mine).astype(np.int32)
+    most = limit * 8
+    if len(rows) > most:  # sorting a million rows would keep engines waiting
+        rows = rows[np.argpartition(slots.ticks[rows], len(rows) - most)[-most:]]
+    rows = rows[np.argsort(slots.ticks[rows])[::-1]]
+    nodes: dict[tuple[int, bytes], dict[str, Any]] = {}
+    for row, key in zip(rows.tolist(), slots.keys_of(rows), strict=True):
+        h, c = hot[row], cold[row]
+        where = int(h["namespace"]), key
+        if where not in nodes and len(nodes) == limit:
+            continue
+        node = nodes.setdefault(
+            where,
+            {
+                "namespace": where[0],
+                "key": key.hex(),
+                "parent": slots.parent_of(row).hex(),
+                "chunk": int(c["chunk"]),
+                "depth": 0,
+                "groups": [],
+                "rows": [],
+                "bytes": 0,
+                "pins": 0,
+                "hits": 0,
+                "created_s": int(c["created_ns"]) / 1e9,
+                "tick": int(h["tick"]),
+            },
+        )
+        bisect.insort(node["groups"], int(h["group"]))
+        node["rows"].append(row)
+        node["bytes"] += int(c["slot_bytes"])
+        node["pins"] += int(h["pins"])
+        node["hits"] = max(node["hits"], int(h["hits"]))
+    return _in_order(list(nodes.values()))
+
+
+def _in_order(nodes: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    known = {(node["namespace"], node["key"]) for node in nodes}
+    children: dict[tuple[int, str], list[dict[str, Any]]] = {}
+    roots: list[dict[str, Any]] = []
+    for node in nodes:
+        above = node["namespace"], node["parent"]
+        (children.setdefault(above, []) if above in known else roots).append(node)
+    ordered: list[dict[str, Any]] = []
+    stack = roots[::-1]
+    while stack:
+        node = stack.pop()
+        ordered.append(node)
+        below = children.get((node["namespace"], node["key"]), [])
+        for child in below[::-1]:
+            child["depth"] = node["depth"] + 1
+            stack.append(child)
+    return ordered
