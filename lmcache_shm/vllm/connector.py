@@ -53,6 +53,11 @@ class LMCacheShmConnector(KVConnectorBase_V1, SupportsHMA):
                     "the child (it then stores and never loads)"
                 )
             alone = obeyed is self._kv_transfer_config
+            if not alone:
+                log.info(
+                    "lmcache_shm: kv_load_failure_policy is recompute for all connectors of %s",
+                    obeyed.kv_connector,
+                )
             start = Start(vllm_config, kv_cache_config, config, alone=alone)
             start.open()
             self._side = SchedulerSide(start)
