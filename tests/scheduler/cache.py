@@ -157,15 +157,14 @@ class Cache(Contents):
 
     # ---------------------------------------------------------------------------- resets
     def before_reset(self) -> None:
-        """Note who waits for a load, or has a prefix and does not run: a reset takes it from them."""
+        """Note whose load is under way, and who has a prefix and does not run: a reset takes it from them."""
         requests = self.engine.scheduler.requests.values()
-        remote = RequestStatus.WAITING_FOR_REMOTE_KVS
-        self._loading = {r.request_id for r in requests if r.status == remote}
+        self._loading = {r.request_id for r in requests if r.request_id in self.side._loading}
         self._holding = self._loading | {
             r.request_id
             for r in requests
-            if r.status in {RequestStatus.WAITING, RequestStatus.PREEMPTED}
-            and r.num_computed_tokens > 0
+            if r.status == RequestStatus.WAITING_FOR_REMOTE_KVS
+            or (r.status != RequestStatus.RUNNING and r.num_computed_tokens > 0)
         }
 
     def after_reset(self, *, done: bool, external: bool) -> None:
