@@ -36,7 +36,7 @@ class Pages(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CopyJob:
-    """Slots that succeed or fail together. Stores count up from 1, loads down from -1."""
+    """Slots that succeed or fail together. Stores and loads are counted together, from 1."""
 
     id: int
     kind: JobKind

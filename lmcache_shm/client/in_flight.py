@@ -74,6 +74,7 @@ class InFlightStores:
         self._flushing = threading.RLock()
         self._lock = threading.Lock()
         self._stores: dict[int, InFlightStore] = {}
+        self._loads: dict[int, Registration] = {}
         self._ended: deque[InFlightStore] = deque()
         self._next_id = 1
         self._granted: set[int] = set()
@@ -87,9 +88,18 @@ class InFlightStores:
 
     # ------------------------------------------------------------------------------------ state
     @property
-    def copying(self) -> bool:
-        """Whether a copy is in flight."""
+    def storing(self) -> bool:
+        """Whether a store is in flight."""
         return bool(self._stores)
+
+    @property
+    def loading(self) -> bool:
+        """Whether a rank has yet to report a load on the completion ring; vLLM may hear of its end later."""
+        with self._lock:
+            return not all(
+                _reported_by_all(registration, number)
+                for number, registration in self._loads.items()
+            )
 
     @property
     def ended(self) -> bool:
@@ -109,7 +119,7 @@ class InFlightStores:
     def has_room(self, jobs: int) -> bool:
         """Whether so many more can be told apart on the completion ring from all that are in flight."""
         with self._lock:
-            oldest = min(self._stores, default=self._next_id)
+            oldest = min((*self._stores, *self._loads), default=self._next_id)
             return self._next_id + jobs - oldest <= RING
 
     def held_alone(self) -> bool:
@@ -128,6 +138,18 @@ class InFlightStores:
             return sorted(rows)
 
     # ------------------------------------------------------------------------------------ changes
+    def open_load(self, registration: Registration) -> int:
+        """The id of a load, until `close_load`. It is reported on the same ring as stores."""
+        with self._lock:
+            number, self._next_id = self._next_id, self._next_id + 1
+            self._loads[number] = registration
+        return number
+
+    def close_load(self, number: int) -> None:
+        """vLLM has been told of its end."""
+        with self._lock:
+            del self._loads[number]
+
     def add(
         self,
         registration: Registration,
@@ -274,3 +296,11 @@ class InFlightStores:
                 if ranks.all():
                     found.append((store, bool(good[:, i].all())))
         return found
+
+
+def _reported_by_all(registration: Registration, number: int) -> bool:
+    """Whether every rank has reported job `number`, in whichever way it ended."""
+    cells = registration.arena.boards[
+        registration.place.client, : registration.place.world, number % RING
+    ]
+    return bool((cells >> np.uint64(1) == np.uint64(number)).all())

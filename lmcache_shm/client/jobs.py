@@ -28,6 +28,11 @@ class Place:
     chunk_size: int
     """Tokens per slot. With the number of object groups it says how the engine's pages lie in a slot."""
 
+    @property
+    def world(self) -> int:
+        """Ranks of the engine."""
+        return len(self.region_offsets[0])
+
     def on_rank(
         self, job: CopyJob, rank: int, writer: int, checks: npt.NDArray[Any]
     ) -> tuple[Offsets, Offsets | None]:
@@ -53,8 +58,6 @@ class StepCopies:
     loads: list[CopyJob] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
     """Requests whose load cannot be carried out: to be reported as failed at once."""
-    cancelled: list[int] = field(default_factory=list)
-    """Loads whose bytes must not be used any more."""
     places: dict[bytes, Place] = field(default_factory=dict)
     weights: dict[int, int] = field(default_factory=dict)
     """Rank → changes of its weights that the scheduler knows of; a rank without an entry has none."""

@@ -8,6 +8,7 @@ from typing import Any
 from lmcache_shm.arena.job import CopyJob
 from lmcache_shm.client.copy_plan import ChunkCopy
 from lmcache_shm.client.counts import Counts
+from lmcache_shm.client.in_flight import InFlightStores
 from lmcache_shm.client.jobs import StepCopies
 from lmcache_shm.client.lookup import Hit
 from lmcache_shm.client.plan import KVGroup
@@ -19,13 +20,13 @@ log = logging.getLogger("lmcache_shm")
 class Loading:
     """Scheduler thread only. A load keeps its hit, and so its pins, until it has ended."""
 
-    def __init__(self, counts: Counts) -> None:
+    def __init__(self, in_flight: InFlightStores, counts: Counts) -> None:
+        self._in_flight = in_flight
         self._counts = counts
         self._underway: dict[str, tuple[int, Hit]] = {}
-        self._next_id = -1
         self._planned: list[tuple[CopyJob, Hit]] = []
         self._failed: list[str] = []
-        self._cancelled: list[int] = []
+        self._void: set[str] = set()
 
     def __contains__(self, req_id: str) -> bool:
         return req_id in self._underway
@@ -33,18 +34,13 @@ class Loading:
     def __len__(self) -> int:
         return len(self._underway)
 
-    @property
-    def cancelling(self) -> bool:
-        """Whether a cancellation was not handed to the workers yet."""
-        return bool(self._cancelled)
-
     def begin(self, req_id: str, hit: Hit, copies: Sequence[ChunkCopy]) -> None:
         """Plan to read these chunks of `hit`; the job goes into the next step's metadata."""
         arena = hit.registration.arena
         at = [(copy.group, copy.chunk - hit.first[copy.group]) for copy in copies]
         rows = [hit.rows[group][i] for group, i in at]
         job = CopyJob.of(
-            self._next_id,
+            self._in_flight.open_load(hit.registration),
             "load",
             hit.registration.arena_id,
             rows,
@@ -54,7 +50,6 @@ class Loading:
             [copy.pages for copy in copies],
             req_id,
         )
-        self._next_id -= 1
         self._underway[req_id] = job.id, hit
         self._planned.append((job, hit))
 
@@ -65,8 +60,8 @@ class Loading:
         self._failed.append(req_id)
 
     def cancel(self) -> None:
-        """Let every load in flight end as a failure: its bytes must not be used."""
-        self._cancelled += [job for job, _ in self._underway.values()]
+        """No load in flight may be used, also if it has arrived and vLLM was not told yet."""
+        self._void.update(self._underway)
 
     def hand_over(self, meta: StepCopies) -> None:
         """Put planned, failed and cancelled loads into a step's metadata, each once."""
@@ -74,12 +69,17 @@ class Loading:
             meta.loads.append(job)
             meta.places[job.arena_id] = hit.registration.place
         meta.failed, self._failed = self._failed, []
-        meta.cancelled, self._cancelled = self._cancelled, []
         self._planned = []
 
-    def ended(self, req_id: str) -> Hit | None:
-        """Every worker has reported: the hit whose lease can go (None for a load that was failed)."""
-        return self._underway.pop(req_id, (0, None))[1]
+    def ended(self, req_id: str) -> tuple[Hit | None, bool]:
+        """Every worker has reported: the hit whose lease can go (None for one that was failed at once), and whether
+        the load was cancelled."""
+        cancelled = req_id in self._void
+        self._void.discard(req_id)
+        number, hit = self._underway.pop(req_id, (0, None))
+        if hit is not None:
+            self._in_flight.close_load(number)
+        return hit, cancelled
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,7 +45,8 @@ class RequestState:
     `next_end`: token count from which on there is something to store; NEVER if nothing may be.
     """
 
-    request: Request
+    request: Any
+    """A `Request`; the adapter to an engine may read more of it."""
     identify: Identify
     next_end: int = 0
     next_chunk: int = 0
@@ -57,6 +58,8 @@ class RequestState:
     salt: int = 0
     hit: Hit | None = None
     """Looked up and pinned, not loaded yet."""
+    loading: bool = False
+    """What it waits for, or has got without running since, is a load of ours."""
     no_external: bool = False
     """A load failed: never offer this request anything again."""
     passed_over: bool = False
@@ -89,6 +92,10 @@ class RequestState:
         self.extra, self.salt = identity.extra, salt_word(identity.salt)
         self.keys = ChunkKeys(registration.seed, size)
         return True
+
+    def start_anew(self) -> None:
+        """Its load was of no use: it is computed from its beginning."""
+        self.no_external = self.passed_over = True
 
     def rewind(self) -> None:
         """Start over: the prefix is being determined (again)."""

@@ -71,7 +71,7 @@ class WorkerSide:
         self._loaded: list[tuple[str, bool]] = []
         self._refused: dict[int, set[int]] = {}
         self._void: set[int] = set()
-        """Loads that were cancelled: failed, however they end."""
+        """Loads that were underway when the weights changed: failed, however they end."""
         watch_worker()
         self._weights = CHANGES
         self._first = CHANGES.count  # earlier changes belong to another engine of this process
@@ -101,6 +101,7 @@ class WorkerSide:
             self.rank,
             self.world,
         )
+        self.connection.say(self.facts.encode())
         self._publisher.start()
         self.connection.start()
 
@@ -146,7 +147,6 @@ class WorkerSide:
         self._planned_for = meta.weights.get(self.rank, 0)
         with self._lock:
             self._loaded += [(req_id, False) for req_id in meta.failed]
-            self._void.update(meta.cancelled)
         for job in meta.loads:
             self._try(job, meta.places[job.arena_id], self.config.load_deadline_s)
 
@@ -240,14 +240,12 @@ class WorkerSide:
     def _report(self, mapped: MappedArena, result: JobResult) -> None:
         with self._lock:
             job, place = mapped.jobs.pop(result.id)
-            ok = result.ok and job.id not in self._void
+            ok, kind = result.ok and job.id not in self._void, result.kind
             self._void.discard(job.id)
             self._loads.discard(job.id)
-            if result.kind == "store":
-                mapped.arena.boards[place.client, self.rank, job.id % RING] = job.id << 1 | int(ok)
-            else:
+            mapped.arena.boards[place.client, self.rank, job.id % RING] = job.id << 1 | int(ok)
+            if kind == "load":
                 self._loaded.append((job.req_id, ok))
-        kind = result.kind
         if ok:
             self.counts.add(f"{kind}s")
             self.counts.add("loaded_bytes" if kind == "load" else "stored_bytes", result.nbytes)

@@ -223,7 +223,7 @@ class Engine:
     def _finish(self, job: CopyJob) -> bool:
         """Commit or abort the rows of a store whose workers have answered, or died; whether all have reported it."""
         self.stores.flush()
-        if not self.stores.copying:
+        if not self.stores.storing:
             return True
         self.stores.refuse({job.id: set(range(self.world))})
         self.stores.flush()
