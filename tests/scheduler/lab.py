@@ -98,7 +98,7 @@ class Lab:
         self.rest()
         return self.engine.asked[req_id]
 
-    def back_off(self) -> None:
+    def rest(self) -> None:
         """Everything that is underway comes to its end; copies are not held any more."""
         self.release()
         self.cache.catch_up()
