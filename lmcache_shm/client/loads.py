@@ -4,7 +4,7 @@ import logging
 from collections.abc import Sequence
 
 from lmcache_shm.client.counts import Counts
-from lmcache_shm.client.jobs import Job, SlotCopy, StepCopies
+from lmcache_shm.client.jobs import Adapter, Job, SlotCopy, StepCopies
 from lmcache_shm.client.load_plan import SlotRuns
 from lmcache_shm.client.lookup import Hit
 
@@ -33,7 +33,9 @@ class Loading:
         """Whether workers have yet to be told that a load must not be used."""
         return bool(self._cancelled)
 
-    def begin(self, req_id: str, hit: Hit, slots: Sequence[SlotRuns]) -> None:
+    def begin(
+        self, req_id: str, hit: Hit, slots: Sequence[SlotRuns], adapter: Adapter | None = None
+    ) -> None:
         """Let the next step's metadata tell the workers to read these slots of `hit`."""
         offsets = hit.epoch.arena.cold["offset"]
         copies = []
@@ -41,7 +43,7 @@ class Loading:
             i = chunk - hit.first[group]
             row, generation = int(hit.rows[group][i]), int(hit.generations[group][i])
             copies.append(SlotCopy(row, int(offsets[row]), generation, group, runs))
-        job = Job(self._next_id, hit.epoch.arena_id, copies, req_id)
+        job = Job(self._next_id, hit.epoch.arena_id, copies, req_id, adapter)
         self._next_id -= 1
         self._underway[req_id] = job.id, hit
         self._planned.append((job, hit))

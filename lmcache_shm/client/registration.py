@@ -68,6 +68,11 @@ class Epoch:
         )
 
     @property
+    def world(self) -> int:
+        """Ranks of the engine."""
+        return len(self.place.region_offsets[0])
+
+    @property
     def arena_id(self) -> bytes:
         return bytes(self.arena.arena_id)
 

@@ -156,7 +156,8 @@ class LMCacheShmConnector(KVConnectorBase_V1, SupportsHMA):
         return KVConnectorTransferResults(finished_recving=received, failed_recving=failed)
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        return self.worker.refused()
+        meta = self._connector_metadata
+        return self.worker.report(meta.question if isinstance(meta, StepMetadata) else 0)
 
     # ------------------------------------------------------------------------------------- both
     def shutdown(self) -> None:

@@ -98,7 +98,7 @@ class DirectStart:
 
     def __init__(self, client: DirectClient, epoch: Epoch) -> None:
         self.client, self.latest = client, epoch
-        self.speculative = False
+        self.speculative, self.world = False, epoch.world
         self.reads = self.writes = True
         self.vllm_config = engine(budget=512)
         self.groups = [part.group for group in epoch.plan.groups for part in group.parts]

@@ -45,7 +45,7 @@ def engine(**changes: Any) -> Any:
         section, name = path.split("__")
         sections[section][name] = value
     built = {name: SimpleNamespace(**values) for name, values in sections.items()}
-    return SimpleNamespace(**built, speculative_config=None)
+    return SimpleNamespace(**built, speculative_config=None, lora_config=None)
 
 
 def worker(**groups: Any) -> WorkerFacts:

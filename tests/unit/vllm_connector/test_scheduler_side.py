@@ -9,7 +9,7 @@ from lmcache_shm.arena.layout import SlotState
 from lmcache_shm.client import in_flight as book
 from lmcache_shm.client import settler
 from lmcache_shm.protocol.keys import encode_tokens
-from lmcache_shm.vllm.metadata import RefusedStores
+from lmcache_shm.vllm.metadata import WorkerReport
 
 from .rig import TOKENS_AT, Rig, rig_of
 from .worlds import full, state, window
@@ -20,7 +20,7 @@ PROMPT = list(range(1, 301))  # two chunks of 128 and 44 tokens
 def finished(
     *received: str, failed: tuple[str, ...] = (), refused: dict | None = None
 ) -> SimpleNamespace:
-    meta = RefusedStores(refused) if refused else None
+    meta = WorkerReport(refused) if refused else None
     return SimpleNamespace(
         finished_recving=set(received), failed_recving=set(failed), kv_connector_worker_meta=meta
     )
