@@ -115,7 +115,9 @@ class KnownAdapters:
 
     def of(self, lora: Any) -> Adapter | None:
         """The adapter of a vLLM LoRARequest as it is loaded; None while that is not known."""
-        contents = [self._ranks.get(r, {}).get(lora.lora_int_id, (0, b"")) for r in range(self._world)]
+        contents = [
+            self._ranks.get(r, {}).get(lora.lora_int_id, (0, b"")) for r in range(self._world)
+        ]
         if not all(digest for _, digest in contents):
             return None
         digest = hashlib.sha256(b"".join(digest for _, digest in contents)).digest()
@@ -133,11 +135,14 @@ class KnownAdapters:
         self._asked[number] = question, patience - 1
         return question > self._answered and patience > 0 and self.of(lora) is None
 
-    def foreign_blocks(self, lora: Any) -> bool:
-        """Whether vLLM's own prefix cache may hold blocks of another content under this adapter's name."""
+    def seen(self, lora: Any) -> None:
+        """There is a request for it: vLLM's own cache may get blocks under its name."""
         name = lora.lora_name, lora.lora_path
         self._names.setdefault(lora.lora_int_id, set()).add(name)
-        adapter = self.of(lora)
+
+    def foreign_blocks(self, lora: Any) -> bool:
+        """Whether vLLM's own prefix cache may hold blocks of another content under this adapter's name."""
+        name, adapter = (lora.lora_name, lora.lora_path), self.of(lora)
         return adapter is None or self._local.setdefault(name, adapter.digest) != adapter.digest
 
     def local_cache_is_empty(self) -> None:

@@ -38,7 +38,9 @@ def extra_of(
             raise Unidentified(f"a {feature.modality} without a hash")
         # Encoded with the adapter (--enable-tower-connector-lora): vLLM keeps the result under the adapter's
         # name, also after it was replaced.
-        if adapter is not None and feature.identifier.startswith(f"{request.lora_request.lora_name}:"):
+        if adapter is not None and feature.identifier.startswith(
+            f"{request.lora_request.lora_name}:"
+        ):
             raise Unidentified(f"a {feature.modality} that is encoded with an adapter")
 
     def of(chunk: int) -> bytes:

@@ -61,6 +61,8 @@ class SchedulerSide:
         if state is None or state.request is not request:
             state = RequestState(request, self.adapters, speculative=self.start.speculative)
             self._requests[request.request_id] = state
+            if request.lora_request is not None:
+                self.adapters.seen(request.lora_request)
         return state
 
     def matched_tokens(self, request: Any, local_tokens: int) -> tuple[int | None, bool]:

@@ -164,7 +164,9 @@ class WorkerSide:
             self._refuse(job, kind)
             return
         if job.adapter is not None and not self._fits_adapter(job.adapter, kind):
-            self._report(mount, JobResult(job.id, kind, ok=False, reason="adapter: it was replaced"))
+            self._report(
+                mount, JobResult(job.id, kind, ok=False, reason="adapter: it was replaced")
+            )
             return
         try:
             self._submit(mount, job, kind, place, deadline_s)

@@ -3,13 +3,13 @@
 import os
 import subprocess
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from lmcache_shm.client.jobs import Adapter
 from lmcache_shm.protocol.keys import ChunkKeys, seed
 from lmcache_shm.vllm.identity import Unidentified, extra_of, salt_bytes
 
@@ -32,12 +32,16 @@ def item(identifier: str | None, offset: int, length: int) -> Any:
     )
 
 
-def adapter(path: str, name: str = "a") -> Any:
+def named(name: str = "a", path: str = "/a") -> Any:
     return SimpleNamespace(lora_name=name, lora_path=path, lora_int_id=1)
 
 
-def extra(chunk: int = 0, **facts: Any) -> bytes:
-    of = extra_of(request(**facts), C)
+def adapter(digest: bytes) -> Adapter:
+    return Adapter(1, digest, (1,), "/a")
+
+
+def extra(chunk: int = 0, adapter: Adapter | None = None, **facts: Any) -> bytes:
+    of = extra_of(request(**facts), C, adapter)
     return of(chunk) if of else b""
 
 
@@ -53,20 +57,31 @@ def test_a_salt_counts_for_every_chunk() -> None:
     assert salt_bytes(request()) == b""
 
 
-def test_an_adapter_is_its_name_its_path_and_its_files(tmp_path: Path) -> None:
-    weights = tmp_path / "adapter_model.safetensors"
-    weights.write_bytes(b"one")
-    first = extra(3, lora_request=adapter(str(tmp_path)))
+def test_an_adapter_is_its_content_and_nothing_else() -> None:
+    """Names, paths and files say nothing about what the engine computes with."""
+    first = extra(3, lora_request=named(), adapter=adapter(b"one"))
 
-    assert extra(3, lora_request=adapter(str(tmp_path))) == first
-    assert extra(3, lora_request=adapter(str(tmp_path), name="b")) != first
-    os.utime(weights, ns=(1, 1))
-    assert extra(3, lora_request=adapter(str(tmp_path))) != first, "trained anew in the same place"
-    assert extra(3, lora_request=adapter("org/adapter")) != extra(3)
+    assert first == extra(4, lora_request=named("b", "/elsewhere"), adapter=adapter(b"one"))
+    assert first != extra(3, lora_request=named(), adapter=adapter(b"two"))
+    assert first != extra(3)
+
+
+def test_an_adapter_of_which_nothing_is_known_makes_a_request_unidentified() -> None:
+    with pytest.raises(Unidentified, match="an adapter that is not loaded yet"):
+        extra(0, lora_request=named())
+
+
+def test_media_that_were_encoded_with_an_adapter_make_a_request_unidentified() -> None:
+    """VLLM keeps what an adapter made of an image under the adapter's name, also when that is replaced."""
+    mine, plain = item("a:cat", 10, 20), item("cat", 10, 20)
+
+    with pytest.raises(Unidentified, match="a image that is encoded with an adapter"):
+        extra(0, lora_request=named(), adapter=adapter(b"one"), mm_features=[mine])
+    assert extra(0, lora_request=named(), adapter=adapter(b"one"), mm_features=[plain])
 
 
 def test_salt_and_adapter_do_not_run_together() -> None:
-    assert extra(cache_salt="x") != extra(lora_request=adapter("x"))
+    assert extra(cache_salt="x") != extra(lora_request=named(), adapter=adapter(b"x"))
 
 
 def test_media_count_where_they_reach() -> None:
