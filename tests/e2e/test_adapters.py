@@ -1,11 +1,13 @@
 """A real engine whose LoRA adapter's files change under it: what it answers is what it computes with."""
 
 import os
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from lmcache_shm.vllm.adapters import SETTLED_S
 from tools.server_process import Server
 from tools.tiny_models.process import Engine
 from tools.tiny_models.prompts import tokens
@@ -53,6 +55,7 @@ class Asker:
 
     def make(self, name: str, seed: int) -> None:
         self.engine.ask("python", code=MAKE, path=str(self.folder / name), seed=seed)
+        time.sleep(SETTLED_S)  # else the next eviction costs a hit
 
     def ask(self, name: str, number: int, *, inplace: bool = False, salt: str = "") -> Any:
         """Tokens of the answer, and how many tokens of the prompt came from the arena."""
