@@ -21,7 +21,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from lmcache_shm.config import connector_config
 from lmcache_shm.log import NAME
-from lmcache_shm.vllm.layouts import WorkerFacts, layer_backends
+from lmcache_shm.vllm.layouts import WorkerFacts, layer_facts
 from lmcache_shm.vllm.metadata import StepMetadata
 from lmcache_shm.vllm.scheduler import SchedulerSide
 from lmcache_shm.vllm.start import Start, world_size
@@ -125,7 +125,7 @@ class LMCacheShmConnector(KVConnectorBase_V1, SupportsHMA):
 
     # ------------------------------------------------------------------------------ worker side
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
-        self.worker.register(kv_caches, layer_backends(self._vllm_config, kv_caches))
+        self.worker.register(kv_caches, layer_facts(self._vllm_config, kv_caches))
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         return self.worker.facts

@@ -8,6 +8,8 @@ can never cross from one tenant to another.
 """
 
 import hashlib
+import os
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +18,9 @@ import msgspec
 from lmcache_shm.client.jobs import Adapter
 
 _encode = msgspec.msgpack.Encoder().encode
+_CONTENT_HASH = re.compile(r"([0-9a-f]{64}|[0-9a-f]{128})")
+_HERE = os.urandom(16)
+"""Of this process: what is meant in it only."""
 
 
 class Unidentified(Exception):
@@ -68,9 +73,14 @@ def _common(request: Any, adapter: Adapter | None) -> list[tuple[Any, ...]]:
 
 
 def _media(request: Any, start: int, end: int) -> list[tuple[Any, ...]]:
-    """Each item that reaches into [start, end): its hash, and where it begins relative to `start`."""
+    """Each item that reaches into [start, end): its hash, and where it begins relative to `start`.
+
+    A name that the client has given (`uuid`) is no hash: another engine's clients may call something else so.
+    """
     return [
         ("mm", feature.identifier, feature.mm_position.offset - start)
+        if _CONTENT_HASH.fullmatch(feature.identifier)
+        else ("named mm", feature.identifier, feature.mm_position.offset - start, _HERE)
         for feature in request.mm_features
         if feature.mm_position.offset < end
         and feature.mm_position.offset + feature.mm_position.length > start

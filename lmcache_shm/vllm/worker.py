@@ -24,6 +24,7 @@ from lmcache_shm.transfer.select import open_engine
 from lmcache_shm.vllm.adapters import LoadedAdapters
 from lmcache_shm.vllm.groups import kv_groups
 from lmcache_shm.vllm.layouts import (
+    LayerFacts,
     WorkerFacts,
     pages_by_group,
     rank_layout,
@@ -81,19 +82,13 @@ class WorkerSide:
         )
 
     # ------------------------------------------------------------------------------------- start
-    def register(self, kv_caches: dict[str, Any], backends: dict[str, str]) -> None:
+    def register(self, kv_caches: dict[str, Any], layers: dict[str, LayerFacts]) -> None:
         """Learn where the pages are and begin to look for a server. Raises ModelError when the bytes of
         the tensors are not those that the specs promise."""
         self._pages = pages_by_group(self.kv_cache_config, kv_caches, self.groups)
         self._tensors = [t for g in self.groups for t in tensors_of(kv_caches, g.layers)]
         self.facts = worker_facts(
-            self.kv_cache_config,
-            kv_caches,
-            self.groups,
-            self._pages,
-            backends,
-            self.rank,
-            self.world,
+            self.kv_cache_config, kv_caches, self.groups, self._pages, layers, self.rank, self.world
         )
         self._publisher.start()
         self.attachment.start()

@@ -1,5 +1,6 @@
 """vLLM's real scheduler in a loop like EngineCore's, with simulated workers and an oracle."""
 
+import hashlib
 import random
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -29,7 +30,10 @@ init_none_hash(sha256)
 def _feature(image: str) -> MultiModalFeatureSpec:
     """Something of 16 tokens at the beginning of a prompt."""
     return MultiModalFeatureSpec(
-        data=None, modality="image", identifier=image, mm_position=PlaceholderRange(0, 16)
+        data=None,
+        modality="image",
+        identifier=hashlib.sha256(image.encode()).hexdigest(),
+        mm_position=PlaceholderRange(0, 16),
     )
 
 

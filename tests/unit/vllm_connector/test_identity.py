@@ -1,5 +1,6 @@
 """What else than token ids identifies a chunk; the same bytes in every process."""
 
+import hashlib
 import os
 import subprocess
 import sys
@@ -24,7 +25,12 @@ def request(**facts: Any) -> Any:
     return SimpleNamespace(**{**plain, **facts})
 
 
-def item(identifier: str | None, offset: int, length: int) -> Any:
+def item(content: str, offset: int, length: int) -> Any:
+    """As vLLM identifies it: by a hash."""
+    return named_item(hashlib.sha256(content.encode()).hexdigest(), offset, length)
+
+
+def named_item(identifier: str | None, offset: int, length: int) -> Any:
     return SimpleNamespace(
         identifier=identifier,
         modality="image",
@@ -73,7 +79,7 @@ def test_an_adapter_of_which_nothing_is_known_makes_a_request_unidentified() -> 
 
 def test_media_that_were_encoded_with_an_adapter_make_a_request_unidentified() -> None:
     """VLLM keeps what an adapter made of an image under the adapter's name, also when that is replaced."""
-    mine, plain = item("a:cat", 10, 20), item("cat", 10, 20)
+    mine, plain = named_item("a:cat", 10, 20), item("cat", 10, 20)
 
     with pytest.raises(Unidentified, match="a image that is encoded with an adapter"):
         extra(0, lora_request=named(), adapter=adapter(b"one"), mm_features=[mine])
@@ -104,7 +110,25 @@ def test_other_media_and_other_places_differ() -> None:
 
 def test_media_without_a_hash_make_a_request_unidentified() -> None:
     with pytest.raises(Unidentified, match="a image without a hash"):
-        extra(0, mm_features=[item(None, 10, 20)])
+        extra(0, mm_features=[named_item(None, 10, 20)])
+
+
+def test_a_name_that_a_client_gave_to_media_means_something_in_this_engine_only() -> None:
+    """Clients of another server may call another image so; their engines are other processes."""
+    code = (
+        "from tests.unit.vllm_connector.test_identity import extra, item, named_item as n;"
+        "print(extra(0, mm_features=[n('my cat', 10, 20)]).hex(), extra(0, mm_features=[item('cat', 10, 20)]).hex())"
+    )
+    command = [sys.executable, "-c", code]
+    env = {**os.environ, "PYTHONPATH": "."}
+    there = subprocess.run(command, env=env, check=True, capture_output=True, text=True).stdout
+
+    named, hashed = map(bytes.fromhex, there.split())
+
+    assert extra(0, mm_features=[named_item("my cat", 10, 20)]) != named
+    assert extra(0, mm_features=[item("cat", 10, 20)]) == hashed
+    again = [extra(0, mm_features=[named_item("my cat", 10, 20)]) for _ in range(2)]
+    assert again[0] == again[1]
 
 
 def test_embeddings_count_by_their_bytes() -> None:
