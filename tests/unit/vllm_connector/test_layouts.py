@@ -11,6 +11,8 @@ from lmcache_shm.client.plan import make_plan
 from lmcache_shm.vllm.groups import kv_groups
 from lmcache_shm.vllm.layouts import (
     LayerFacts,
+    environment,
+    layer_facts,
     pages_by_group,
     rank_layout,
     tensors_of,
