@@ -34,6 +34,21 @@ class Pages(NamedTuple):
     """Of vLLM's block table: a list while it is planned, i8[pages] once it is part of a job."""
 
 
+@dataclass(slots=True, frozen=True)
+class Adapter:
+    """A LoRA adapter as the workers have loaded it."""
+
+    id: int
+    """The engine's."""
+    digest: bytes
+    """Of its content on all ranks: the same in every engine that has loaded the same."""
+    contents: tuple[int, ...]
+    """By rank: which of the contents that were loaded under this id one after the other."""
+    path: str
+    reloads: bool = False
+    """Whether the engine reads it anew for each step of the request."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class CopyJob:
     """Slots that succeed or fail together. Stores and loads are counted together, from 1."""
@@ -54,6 +69,8 @@ class CopyJob:
     block_ids: npt.NDArray[np.int64]
     req_id: str = ""
     """Of a load: the request that waits for it."""
+    adapter: Adapter | None = None
+    """What the bytes were computed with. A worker that has loaded another content refuses the job."""
 
     @classmethod
     def of(
@@ -67,6 +84,7 @@ class CopyJob:
         groups: npt.ArrayLike,
         pages: Iterable[Iterable[Pages]],
         req_id: str = "",
+        adapter: Adapter | None = None,
     ) -> "CopyJob":
         """One element per slot in `rows`, `offsets`, `generations`, `groups`, and `pages`: what is copied of it."""
         runs: list[tuple[int, int, int, int]] = []
@@ -86,6 +104,7 @@ class CopyJob:
             np.array(runs, PAGE_RUN),
             np.array(blocks, np.int64),
             req_id,
+            adapter,
         )
 
     def pages(self) -> list[list[Pages]]:

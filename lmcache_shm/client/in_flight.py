@@ -32,12 +32,16 @@ IDLE_S = 0.02
 
 @dataclass(eq=False, slots=True)
 class InFlightStore:
-    """One request's stores of one step. `keys`: (object group, key) of each row."""
+    """One request's stores of one step. `keys`: (object group, key) of each row.
+
+    `everybody`: ranks that write nothing have to agree, too.
+    """
 
     job: CopyJob
     registration: Registration
     keys: list[tuple[int, bytes]]
     blocks: list[Any]
+    everybody: bool = False
     refused: set[int] = field(default_factory=set)
     """Ranks that did not begin the job."""
 
@@ -156,10 +160,13 @@ class InFlightStores:
         job: CopyJob,
         keys: list[tuple[int, bytes]],
         blocks: list[Any],
+        *,
+        everybody: bool = False,
     ) -> None:
-        """Enter the job `next_id`; its blocks must be held already."""
+        """Enter the job `next_id`; its blocks must be held already. `everybody`: see InFlightStore."""
         with self._lock:
-            self._stores[job.id] = InFlightStore(job, registration, keys, blocks)
+            store = InFlightStore(job, registration, keys, blocks, everybody)
+            self._stores[job.id] = store
             self._next_id += 1
             self._granted.difference_update(job.rows.tolist())
 
@@ -278,21 +285,22 @@ class InFlightStores:
             self._lease_since = message.since
 
     def _reported(self) -> Iterable[tuple[InFlightStore, bool]]:
-        """Stores that every writer has reported, and whether all of them succeeded."""
-        by_registration: dict[Registration, list[InFlightStore]] = {}
+        """Stores that every rank that has to has reported, and whether all of them succeeded."""
+        alike: dict[tuple[Registration, bool], list[InFlightStore]] = {}
         for store in self._stores.values():
-            by_registration.setdefault(store.registration, []).append(store)
+            alike.setdefault((store.registration, store.everybody), []).append(store)
         found: list[tuple[InFlightStore, bool]] = []
-        for registration, stores in by_registration.items():
+        for (registration, everybody), stores in alike.items():
+            reporting = np.arange(registration.place.world) if everybody else registration.writers
             ids = np.array([store.job.id for store in stores], np.uint64)
             ring = registration.arena.boards[registration.place.client]
-            cells = ring[np.ix_(registration.writers, (ids % np.uint64(RING)).astype(np.intp))]
+            cells = ring[np.ix_(reporting, (ids % np.uint64(RING)).astype(np.intp))]
             reported = cells >> np.uint64(1) == ids
             good = reported & (cells & np.uint64(1) == 1)
             for i, store in enumerate(stores):
                 ranks = reported[:, i]
                 if store.refused:
-                    ranks = ranks | np.isin(registration.writers, list(store.refused))
+                    ranks = ranks | np.isin(reporting, list(store.refused))
                 if ranks.all():
                     found.append((store, bool(good[:, i].all())))
         return found

@@ -63,3 +63,5 @@ class StepCopies:
     """Rank → changes of its weights that the scheduler knows of; a rank without an entry has none."""
     waiting: bool = False
     """Nothing is computed in this step, and nothing can be before a load has ended."""
+    question: int = 0
+    """Not 0: every worker is to answer which adapters it has loaded."""

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lmcache_shm.arena.job import CopyJob
+from lmcache_shm.arena.job import Adapter, CopyJob
 from lmcache_shm.client.copy_plan import ChunkCopy
 from lmcache_shm.client.counts import Counts
 from lmcache_shm.client.in_flight import InFlightStores
@@ -34,7 +34,9 @@ class Loading:
     def __len__(self) -> int:
         return len(self._underway)
 
-    def begin(self, req_id: str, hit: Hit, copies: Sequence[ChunkCopy]) -> None:
+    def begin(
+        self, req_id: str, hit: Hit, copies: Sequence[ChunkCopy], adapter: Adapter | None = None
+    ) -> None:
         """Plan to read these chunks of `hit`; the job goes into the next step's metadata."""
         arena = hit.registration.arena
         at = [(copy.group, copy.chunk - hit.first[copy.group]) for copy in copies]
@@ -49,6 +51,7 @@ class Loading:
             [copy.group for copy in copies],
             [copy.pages for copy in copies],
             req_id,
+            adapter,
         )
         self._underway[req_id] = job.id, hit
         self._planned.append((job, hit))

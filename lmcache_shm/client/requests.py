@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
+from lmcache_shm.arena.job import Adapter
 from lmcache_shm.client.lookup import Hit
 from lmcache_shm.client.registration import Registration
 from lmcache_shm.protocol.keys import ChunkKeys, salt_word
@@ -22,6 +23,8 @@ class Identity(NamedTuple):
     extra: Callable[[int], bytes] | None
     """From a chunk's number to its extra identity; None if the tokens are all there is."""
     salt: bytes
+    adapter: Adapter | None = None
+    """Of a LoRA adapter that it names: what is loaded of it. Part of `extra`."""
 
 
 class Request(Protocol):
@@ -34,8 +37,8 @@ class Request(Protocol):
     num_computed_tokens: int
 
 
-Identify = Callable[[Any, int], Identity]
-"""Of a request, in chunks of so many tokens. Raises Unidentified."""
+Identify = Callable[[Any, int], Identity | None]
+"""Of a request, in chunks of so many tokens; None as long as it is not known. Raises Unidentified."""
 
 
 @dataclass(eq=False, slots=True)
@@ -55,6 +58,8 @@ class RequestState:
     """That `keys` and the cursors belong to."""
     keys: ChunkKeys | None = None
     extra: Callable[[int], bytes] | None = None
+    adapter: Adapter | None = None
+    """What is loaded of the LoRA adapter that it names; part of `keys`."""
     salt: int = 0
     hit: Hit | None = None
     """Looked up and pinned, not loaded yet."""
@@ -65,7 +70,8 @@ class RequestState:
     passed_over: bool = False
     """A load failed just now: the next time it is asked about, vLLM shall skip it once."""
     outdated: bool = False
-    """Holds KV from before the cache was reset, so nothing of it may be stored until it is recomputed."""
+    """Holds KV from before the cache was reset or its adapter replaced, so nothing of it may be stored until it
+    is recomputed."""
     since: float = field(default_factory=time.monotonic)
     """When it was admitted last, in time.monotonic(): everything it holds was computed or loaded later."""
     prefix_tokens: int = 0
@@ -81,17 +87,26 @@ class RequestState:
         """Make `keys` and cursors belong to `registration`; False if this request cannot be cached."""
         if self.registration is registration:
             return self.keys is not None
-        self.registration, self.keys = registration, None
-        self.rewind()
-        size = registration.plan.chunk_size
+        size, self.adapter = registration.plan.chunk_size, None
         try:
             identity = self.identify(self.request, size)
+            if identity is None:
+                return False
         except Unidentified:
+            identity = None
+        self.registration, self.keys = registration, None
+        self.rewind()
+        if identity is None:
             self.next_end = NEVER
             return False
-        self.extra, self.salt = identity.extra, salt_word(identity.salt)
+        self.extra, self.adapter = identity.extra, identity.adapter
+        self.salt = salt_word(identity.salt)
         self.keys = ChunkKeys(registration.seed, size)
         return True
+
+    def void(self) -> None:
+        """Its adapter is another one now: what it holds has no identity, and it has to get a new one."""
+        self.outdated, self.registration = True, None
 
     def start_anew(self) -> None:
         """Its load was of no use: it is computed from its beginning."""

@@ -280,11 +280,13 @@ class Batch:
             arena.hot["generation"][rows],
             [copy.group for copy in copies],
             [copy.pages for copy in copies],
+            adapter=state.adapter,
         )
         blocks = [self._pool.blocks[i] for i in dict.fromkeys(job.block_ids.tolist())]
         self._pool.touch(blocks)
-        self._in_flight.add(
-            registration, job, [(copy.group, keys.key(copy.chunk)) for copy in copies], blocks
-        )
+        keyed = [(copy.group, keys.key(copy.chunk)) for copy in copies]
+        # A replica that writes nothing has taken part in the computation, with its own copy of the adapter.
+        everybody = state.adapter is not None
+        self._in_flight.add(registration, job, keyed, blocks, everybody=everybody)
         self._counts.add("stored_chunks", len(granted))
         return job

@@ -17,15 +17,16 @@ from lmcache_shm.client.counts import Counts
 from lmcache_shm.client.loads import LoadAdmission, Loading
 from lmcache_shm.client.lookup import Hit, look_up
 from lmcache_shm.client.registration import Registration
-from lmcache_shm.client.requests import RequestState
+from lmcache_shm.client.requests import Identity, RequestState
 from lmcache_shm.client.store_planner import Batch, EngineStep, StorePlanner
 from lmcache_shm.protocol.messages import Reserve
+from lmcache_shm.vllm.adapters import KnownAdapters
 from lmcache_shm.vllm.engine_api import (
     ConnectorOutput,
     KVCacheManager,
-    RefusedStores,
     ScheduledRequest,
     StepMetadata,
+    WorkerReport,
 )
 from lmcache_shm.vllm.identity import identify
 from lmcache_shm.vllm.start import Start
@@ -53,6 +54,7 @@ class SchedulerSide:
         self.admission = LoadAdmission(start.vllm_config, start.groups, len(start.ignored))
         self._manager: Any = None
         self.pool: Any = None
+        self.adapters = KnownAdapters(start.world)
         self._requests: dict[str, RequestState] = {}
         self._loading = Loading(self.in_flight, self.counts)
         self._recomputing: set[str] = set()
@@ -68,9 +70,14 @@ class SchedulerSide:
     def on_new_request(self, request: ScheduledRequest) -> RequestState:
         state = self._requests.get(request.request_id)
         if state is None or state.request is not request:
-            state = RequestState(request, identify, speculative=self.start.speculative)
+            state = RequestState(request, self._identify, speculative=self.start.speculative)
             self._requests[request.request_id] = state
+            if request.lora_request is not None:
+                self.adapters.seen(request.lora_request)
         return state
+
+    def _identify(self, request: ScheduledRequest, chunk_size: int) -> Identity | None:
+        return identify(request, chunk_size, self.adapters)
 
     def matched_tokens(
         self, request: ScheduledRequest, local_tokens: int
@@ -87,11 +94,14 @@ class SchedulerSide:
             # where it belongs.
             state.passed_over = False
             return LATER
-        registration = self._current()
+        registration, lora = self._current(), request.lora_request
         state.loading = False
         self._drop_states(state)
         state.since = time.monotonic()
-        state.outdated = self._local_outdated and local_tokens > 0
+        foreign = lora is not None and self.adapters.foreign_blocks(lora)
+        state.outdated = local_tokens > 0 and (self._local_outdated or foreign)
+        if registration is not None and lora is not None and self.adapters.awaited(lora):
+            return LATER
         if registration is None or not state.enter(registration):
             self._drop_hit(state)
             return NOTHING
@@ -179,7 +189,7 @@ class SchedulerSide:
             self.in_flight.release(hit.lease)
             self.fail_load(request, str(error))
             return
-        self._loading.begin(req_id, hit, copies)
+        self._loading.begin(req_id, hit, copies, state.adapter)
 
     def fail_load(self, request: ScheduledRequest, why: str) -> None:
         """Report a load that vLLM waits for as failed."""
@@ -199,7 +209,7 @@ class SchedulerSide:
     def build_metadata(self, output: EngineStep) -> StepMetadata:
         """Plan this step's stores and flush ended ones; at most one round trip."""
         self._notice()
-        meta = StepMetadata(weights=self._counted)
+        meta = StepMetadata(weights=self._counted, question=self.adapters.question)
         self._loading.hand_over(meta)
         if output.num_scheduled_tokens or len(self._loading):
             self._dirty_since = min(self._dirty_since, time.monotonic())
@@ -270,11 +280,20 @@ class SchedulerSide:
             elif req_id in failed:
                 state.start_anew()
                 self._recomputing.add(req_id)
-        refused = connector_output.kv_connector_worker_meta
-        if isinstance(refused, RefusedStores):
-            self.in_flight.refuse(refused.ranks)
-            self._weights_changed(refused.weights)
+        report = connector_output.kv_connector_worker_meta
+        if isinstance(report, WorkerReport):
+            self.in_flight.refuse(report.refused)
+            self._weights_changed(report.weights)
+            self._follow_adapters(self.adapters.take(report.adapters, report.answer))
         self.in_flight.wake()
+
+    def _follow_adapters(self, changed: set[int]) -> None:
+        """Another content is loaded under these ids: what was computed or looked up before is void."""
+        for state in self._requests.values() if changed else ():
+            lora = state.request.lora_request
+            if lora is not None and lora.lora_int_id in changed:
+                self._drop_hit(state)
+                state.void()
 
     def has_pending_block_frees(self) -> bool:
         """Whether waiting for copies frees blocks, so that no request need be preempted. Releases ended stores' blocks."""
@@ -313,6 +332,7 @@ class SchedulerSide:
                 resetting = False
             if emptied:
                 self._dirty_since, self._local_outdated = NEVER, False
+                self.adapters.local_cache_is_empty()
             return emptied
 
         def count_when_released() -> int:

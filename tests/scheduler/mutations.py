@@ -60,9 +60,11 @@ def hold_no_blocks(patches: ExitStack) -> None:
     """A store reads blocks on which it has no reference."""
     entered = InFlightStores.add
 
-    def forgetting(self: Any, registration: Any, job: Any, keys: Any, blocks: Any) -> None:
+    def forgetting(
+        self: Any, registration: Any, job: Any, keys: Any, blocks: Any, **more: Any
+    ) -> None:
         blocks[0].pool.free_blocks(blocks)
-        entered(self, registration, job, keys, [])
+        entered(self, registration, job, keys, [], **more)
 
     patches.enter_context(patch.object(InFlightStores, "add", forgetting))
 
@@ -287,7 +289,7 @@ def forget_to_store_the_last_chunk(patches: ExitStack) -> None:
 @mutation("key", "read", "load", families=("full", "windows"))
 def leave_the_salt_out_of_the_key(patches: ExitStack) -> None:
     """Two tenants share a prefix."""
-    patches.enter_context(patch.object(identity, "extra_of", lambda request, chunk_size: None))
+    patches.enter_context(patch.object(identity, "extra_of", lambda *_: None))
 
 
 @mutation("offer", families=("full", "gdn"))
