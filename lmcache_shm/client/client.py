@@ -33,6 +33,7 @@ from lmcache_shm.protocol.messages import (
     Reserve,
     Step,
     Stepped,
+    facts_digest,
 )
 
 __all__ = [
@@ -54,13 +55,13 @@ REPORT_S = 5.0
 class CacheClient(Link):
     """Scheduler side. `on_connect(hello)` returns the Register of this engine; it is called in the client's
     thread at each (re)connection and raises ValueError (one line) when the model cannot be cached by this
-    server: then `refusal` holds the line and the cache stays off until a server accepts.
+    server: then `refusal` holds the line and the cache stays off until a server accepts. The descriptor has to hold
+    `facts`: before the workers have said something of themselves it is empty, and when that has changed
+    `on_connect` is called again.
     `on_registered(registered, hello)`, if given, runs there too, before the client is `up`.
 
-    Rows: what `step` reserved is this client's to commit or abort, once, even when the connection broke
-    in between. Rows of a broken connection cannot be committed any more; the client knows them and turns
-    their commit into an abort (counted as ``commit_lost``), so callers need not care. But jobs planned for
-    another `arena_id` must be forgotten by the caller: their rows mean nothing now.
+    Rows that `step` reserved belong to its registration. Rows of a broken connection cannot be committed any more;
+    those that are still being written are named in the next Register, and aborted under it (see `in_flight`).
     Leases of a broken connection are gone; releasing them is harmless.
     """
 
@@ -76,12 +77,11 @@ class CacheClient(Link):
         super().__init__(config, engine_id)
         self.registration: Registered | None = None
         """Of the current or last connection; `registration.ready` is True."""
+        self.facts: list[bytes] = []
+        """By rank, what the workers say of themselves."""
         self._on_connect = on_connect
         self._on_registered = on_registered
-        self._mine: set[int] = set()  # rows reserved on this connection, not yet finished
-        self._in_doubt: set[int] = set()  # rows of broken connections whose copies may still run
         self._leases: set[int] = set()
-        self._doubt_arena = b""
         self._reported = time.monotonic()
 
     # ------------------------------------------------------------------------------------ serving
@@ -107,33 +107,27 @@ class CacheClient(Link):
         commit: Iterable[int] = (),
         abort: Iterable[int] = (),
         release: Iterable[int] = (),
+        registered: Registered | None = None,
     ) -> Stepped | None:
         """One batch of a scheduler step (see messages.Step). None: nothing was reserved or published, and
-        what was to be released is released with the connection."""
-        commit, abort, release = list(commit), list(abort), list(release)
+        what was to be released is released with the connection.
 
-        def ask(connection: Connection, left_s: float | None) -> Stepped:
-            finished = set(commit) | set(abort)
-            good = [row for row in commit if row in self._mine]
-            bad = [row for row in abort if row in self._mine]
-            bad += self._in_doubt & finished
-            self.counts["commit_lost"] += len(commit) - len(good)
+        `registered`: what the rows belong to. When another registration is in use by now, leases are released
+        and nothing else is done (None: whichever it is).
+        """
+        good, bad = pack_rows(commit), pack_rows(abort)
+
+        def ask(connection: Connection, left_s: float | None) -> Stepped | None:
+            current = registered is None or registered is self.registration
             leases = [lease for lease in release if lease in self._leases]
-            if not (reserve or good or bad or leases):
-                return Stepped(connection.hello.boot)
-            request = Step(reserve, pack_rows(good), pack_rows(bad), leases)
-            answer = connection.call(request, Stepped, left_s)
-            self._mine -= finished
-            self._in_doubt -= finished
-            self._leases.difference_update(leases)
-            self._mine.update(row for row in unpack_rows(answer.rows) if row >= 0)
-            return answer
+            answer = Stepped(connection.hello.boot)
+            if leases or (current and (reserve or good or bad)):
+                step = Step(reserve, good, bad, leases) if current else Step(release=leases)
+                answer = connection.call(step, Stepped, left_s)
+                self._leases.difference_update(leases)
+            return answer if current else None
 
-        answer = self._serve(ask)
-        if answer is None:
-            with self._lock:  # these copies are over, whatever became of the message
-                self._in_doubt.difference_update(commit, abort)
-        return answer
+        return self._serve(ask)
 
     def clear(self, salt: bytes | None = None) -> int | None:
         """Forget this engine's namespace (or one salt in it); the number of chunks, None on trouble."""
@@ -150,8 +144,8 @@ class CacheClient(Link):
         self.counts[reason] += n
 
     # ------------------------------------------------------------------------------------ inside
-    def _serve(self, ask: Callable[[Connection, float | None], R]) -> R | None:
-        """What `ask(connection, time left)` returns, within the deadline; None, counted, on any trouble."""
+    def _serve(self, ask: Callable[[Connection, float | None], R | None]) -> R | None:
+        """The result of `ask(connection, time left)`, within the deadline; None, counted, on any failure."""
         if not self.up:  # before the lock: a thread may be dialling or waiting
             self.counts["no_server"] += 1
             return None
@@ -181,23 +175,19 @@ class CacheClient(Link):
             self._lock.release()
 
     def _lost(self) -> None:
-        self._in_doubt |= self._mine
-        self._mine.clear()
         self._leases.clear()
-        self._doubt_arena = self.arena_id
 
     def _greet(self, connection: Connection) -> None:
         hello = connection.hello
         while True:
             request = self._on_connect(hello)
-            with self._lock:
-                if self._doubt_arena != hello.arena_id:
-                    self._in_doubt.clear()
-                request.busy_rows = pack_rows(self._in_doubt)
+            request.facts = facts_digest(self.facts)
             answer = connection.call(request, Registered, HELLO_S)
             if answer.ready:
                 break
-            if not self._pause(NOT_READY_S):
+            if answer.facts:
+                self.facts = answer.facts
+            elif not self._pause(NOT_READY_S):
                 raise Unavailable("closed")
         self.registration = answer
         if self._on_registered is not None:
@@ -221,7 +211,7 @@ class CacheClient(Link):
 
 
 class WorkerClient(Link):
-    """Worker side: says that this rank is there, by holding a connection open, and maps the arena.
+    """Worker side: registers this rank, with its `facts`, by holding a connection open, and maps the arena.
 
     `on_attached(hello)`, if given, runs in the client's thread at each attachment, before `up`.
     """
@@ -237,11 +227,12 @@ class WorkerClient(Link):
         replicas: int,
         region_bytes: Sequence[int],
         on_attached: Callable[[HelloReply], None] | None = None,
+        facts: bytes = b"",
     ) -> None:
         super().__init__(config, engine_id)
         self.client = -1
         """Index of the engine in the arena's boards; -1 before the first attachment."""
-        self._request = AttachWorker(engine_id, rank, world, replicas, list(region_bytes))
+        self._request = AttachWorker(engine_id, rank, world, replicas, list(region_bytes), facts)
         self._on_attached = on_attached
 
     def _greet(self, connection: Connection) -> None:

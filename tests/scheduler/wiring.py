@@ -11,10 +11,13 @@ from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
-from lmcache_shm.client.settler import Settler
-from lmcache_shm.transfer.engine import CopyItem, CopyJob
+from lmcache_shm.arena.job import CopyJob
+from lmcache_shm.client.in_flight import InFlightStores
 from lmcache_shm.vllm import connector as connector_module
 from lmcache_shm.vllm import worker as worker_module
+from lmcache_shm.vllm.connector import LMCacheShmConnector
+from lmcache_shm.vllm.engine_api import StepMetadata
+from lmcache_shm.vllm.scheduler import SchedulerSide
 from lmcache_shm.vllm.worker import WorkerSide
 from tests.scheduler.engine import Engine
 from tests.scheduler.families import Setup
@@ -34,11 +37,25 @@ class Errors(logging.Handler):
         self.lines.append(record.getMessage() + trace)
 
 
+def ours(connector: Any) -> LMCacheShmConnector:
+    """Our connector: this one, or a child of this one."""
+    family = getattr(connector, "sub_connectors", [connector])
+    return next(c for c in family if isinstance(c, LMCacheShmConnector))
+
+
+def plan_in(metadata: Any) -> StepMetadata:
+    """Our part of a step's metadata."""
+    family = getattr(metadata, "metadata", [metadata])
+    return next(m for m in family if isinstance(m, StepMetadata))
+
+
 class Wiring:
     """Connectors of one engine to `server`."""
 
     engine: Engine
     """From `begin` on."""
+    scheduler_side: Any
+    """Our connector in the scheduler, from `attach` on."""
 
     def __init__(
         self, server: CacheServer, rng: random.Random, pace: Pace | None, *, own_threads: bool
@@ -62,28 +79,42 @@ class Wiring:
 
     # ---------------------------------------------------------------------------- beginning and end
     def begin(self, engine: Engine) -> None:
-        """Before the scheduler is built: from here on copies, reports and settling happen when we say."""
+        """Before the scheduler is built: from here on copies, reports and flushes happen when we say."""
         self.engine, self._begun = engine, True
         logger = logging.getLogger("lmcache_shm")
         logger.addHandler(self.errors)
         self._patches.callback(logger.removeHandler, self.errors)
         self._patches.enter_context(patch.object(worker_module, "open_engine", self._open_engine))
         if not self.own_threads:
-            self._patches.enter_context(patch.object(Settler, "_run", lambda settler: None))
+            self._patches.enter_context(patch.object(InFlightStores, "_run", lambda stores: None))
+            self._patches.enter_context(
+                patch.object(SchedulerSide, "wait_flushed", self._waiting())
+            )
+
+    def _waiting(self) -> Any:
+        """Where the scheduler side waits for copies, workers go on by themselves: all come to their end."""
+        wait = SchedulerSide.wait_flushed
+
+        def waiting(side: SchedulerSide, *given: Any, **more: Any) -> bool:
+            if self.watching and side is self.side:
+                self.catch_up()
+            return wait(side, *given, **more)
+
+        return waiting
 
     def attach(self, engine: Engine, configs: Sequence[KVCacheConfig]) -> None:
         """Build the workers' connectors, hand over their caches, and wait until the cache is in use."""
         self.oracle = engine.oracle
         self.chunk = engine.setup.chunk
-        self.scheduler_side = engine.scheduler.connector
+        self.scheduler_side = ours(engine.scheduler.connector)
         handshake = {}
         for rank, config in enumerate(configs):
             connector = self._worker(rank, config)
             engine.workers.connectors.append(connector)
-            facts = connector.get_handshake_metadata()
-            if facts is not None:
-                handshake[0, rank] = facts
-        self.scheduler_side.set_xfer_handshake_metadata_pp_aware(handshake)
+            told = connector.get_handshake_metadata()
+            if told is not None:
+                handshake[0, rank] = told
+        engine.scheduler.connector.set_xfer_handshake_metadata_pp_aware(handshake)
         assert self.side.start.client.up, self.side.start.client.refusal
         self.attached()
 
@@ -132,7 +163,7 @@ class Wiring:
                     self.engine.scheduler.shutdown()
 
     @property
-    def side(self) -> Any:
+    def side(self) -> SchedulerSide:
         """Our scheduler side behind vLLM's interface."""
         return self.scheduler_side.side
 
@@ -147,11 +178,11 @@ class Wiring:
     def publish(self) -> None:
         """What the workers' reporting threads do (they do not run here)."""
         for connector in self.engine.workers.connectors:
-            connector.worker.publish()
+            ours(connector).worker.publish()
 
-    def settle(self) -> None:
-        """What the settling thread does while the engine is idle (it does not run here)."""
-        self.side.settler.settle()
+    def flush(self) -> None:
+        """What the flushing thread does while the engine is idle (it does not run here)."""
+        self.side.in_flight.flush()
 
     def finish_copies(self) -> None:
         """Everything that was submitted comes to its end."""
@@ -166,8 +197,8 @@ class Wiring:
         self.finish_copies()
 
     # ---------------------------------------------------------------------------- for the checks
-    def watch(self, rank: int, job: CopyJob, item: CopyItem, when: str) -> None:
+    def watch(self, rank: int, job: CopyJob, slot: int, when: str) -> None:
         """Around the copy of one slot on one rank (see LateEngine)."""
 
-    def refused(self, job: CopyJob, item: CopyItem, reason: str) -> None:
+    def refused(self, job: CopyJob, slot: int, reason: str) -> None:
         """The real transfer engine did not copy a slot."""
