@@ -82,6 +82,9 @@ def run(config: Config) -> None:
     lock.acquire()
     try:
         arena, adopted = open_arena(config)
+        keep = (
+            config.keep_arena or adopted
+        )  # a start that fails costs nothing that was there before
         stop = threading.Event()
         threads: list[threading.Thread] = []
         try:
@@ -93,7 +96,7 @@ def run(config: Config) -> None:
                 arena.unlink()
                 arena.close()
                 arena, _ = open_arena(replace(config, fresh=True))
-                catalog, recovered = Catalog(arena), None
+                catalog, recovered, keep = Catalog(arena), None, config.keep_arena
             service = Service(arena, catalog, config)
             arena.set_owner(service.boot)
             if config.reserve == "wait":
@@ -104,12 +107,13 @@ def run(config: Config) -> None:
                 announce(config, service, path, recovered)
                 threads = [reserving(service, stop)]
                 threads += prefault(arena, config.prefault_threads, stop)
+                keep = config.keep_arena
                 serving.run()
         finally:
             stop.set()
             for thread in threads:
                 thread.join()
-            end_arena(config, arena)
+            end_arena(arena, keep=keep)
     finally:
         lock.release()
 
@@ -119,12 +123,13 @@ def open_arena(config: Config) -> tuple[Arena, bool]:
     geometry = Geometry.plan(
         int(config.l1_size_gb * 2**30), config.chunk_size, config.separate_object_groups
     )
+    reason = ""
     if not config.fresh:
         try:
             return adopt(config.instance, geometry), True
         except AdoptError as error:
-            if shm_path(segment_names(config.instance)[0]).exists():
-                logger.warning("the arena that is there is not adopted: %s; starting empty", error)
+            if os.path.lexists(shm_path(segment_names(config.instance)[0])):
+                reason = str(error)
     with progress_bar(geometry.data_bytes) as progress:
         arena = create(
             config.instance,
@@ -134,6 +139,8 @@ def open_arena(config: Config) -> tuple[Arena, bool]:
             progress=progress,
             first=None if config.reserve == "wait" else FIRST,
         )
+    if reason:  # not before: what was there may have been another user's
+        logger.warning("the arena that is there is not adopted: %s; starting empty", reason)
     return arena, False
 
 
@@ -250,10 +257,10 @@ def _found(adopted: dict[str, int] | None) -> str:
     return f"adopted ({words})"
 
 
-def end_arena(config: Config, arena: Arena) -> None:
+def end_arena(arena: Arena, *, keep: bool) -> None:
     """Keep or remove the segments, and say which."""
     path = shm_path(arena.data_name)
-    if config.keep_arena:
+    if keep:
         logger.info(
             "ended; the arena stays at %s for a warm start (lmcache-shm purge removes it)", path
         )

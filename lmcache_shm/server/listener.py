@@ -1,6 +1,5 @@
 """The socket that a server listens at: where, and whose it is."""
 
-import errno
 import os
 import socket
 import stat
@@ -13,10 +12,14 @@ MAX_PATH = 107
 
 
 def check_path(path: Path) -> None:
-    """Raises RuntimeDirError when no socket can have this path."""
+    """Raises RuntimeDirError when no socket can have this path, or something else has it."""
     if len(os.fsencode(path)) > MAX_PATH:
         raise RuntimeDirError(
             f"the socket's path is longer than {MAX_PATH} bytes: {path}; use a shorter --runtime-dir"
+        )
+    if os.path.lexists(path) and identity(path) is None:
+        raise RuntimeDirError(
+            f"{path} is not a socket; remove it (rm -r {path}), or choose another --runtime-dir"
         )
 
 
@@ -28,8 +31,7 @@ def listen(path: Path, backlog: int) -> socket.socket:
     check_path(path)
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
     try:
-        if identity(path) is not None:
-            path.unlink()
+        path.unlink(missing_ok=True)
         sock.setblocking(False)
         before = os.umask(0o177)
         try:
@@ -39,9 +41,8 @@ def listen(path: Path, backlog: int) -> socket.socket:
         sock.listen(backlog)
     except OSError as error:
         sock.close()
-        there = "something else is there" if error.errno == errno.EADDRINUSE else error.strerror
         raise RuntimeDirError(
-            f"cannot listen at {path}: {there}; remove it (rm -r {path}), or choose another --runtime-dir"
+            f"cannot listen at {path}: {error.strerror}; choose another --runtime-dir"
         ) from None
     return sock
 

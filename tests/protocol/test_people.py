@@ -232,6 +232,18 @@ def test_a_metrics_port_in_use_is_one_line_and_leaves_nothing(
     assert not list(runtime_dir.glob(f"{instance}.sock"))
 
 
+def test_a_start_that_fails_keeps_what_an_earlier_server_left(port: int, instance: str):
+    ServerProcess(instance, "--keep-arena").end()
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", port))
+        sock.listen()
+        words = ("--instance", instance, "--l1-size-gb", "0.0625", "--metrics-port", str(port))
+        assert command("server", *words).returncode == 1
+    server = ServerProcess(instance)
+    server.end()
+    assert "adopted" in server.ready
+
+
 # -------------------------------------------------------------------------------------------- doctor
 def test_doctor_is_content_with_a_sound_server(server: ServerProcess):
     served(server)
