@@ -93,7 +93,7 @@ def _print_once(source: Source, console: Console) -> None:
     try:
         snapshot = source.fetch()
     except ControlError as error:
-        raise CommandError(str(error)) from None
+        raise CommandError(f"{error} (lmcache-shm doctor tells why)") from None
     history = History()
     history.add(time.monotonic(), snapshot)
     view = View(console.width, 0, colour=_coloured(console), ascii=_is_ascii(console), keys=False)

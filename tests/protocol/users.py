@@ -44,6 +44,7 @@ class User:
             ["unshare", "--mount", "sh", "-c", _ENTER, "sh", *code, str(self.uid), before, *setpriv, *words],
             env={
                 "PATH": os.environ["PATH"], "PYTHONPATH": "/mnt/code:/mnt/site", "PYTHONDONTWRITEBYTECODE": "1",
+                "LD_LIBRARY_PATH": "/mnt/python/lib",
                 leftovers.MARK: leftovers.mark(), **environ,
             },
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
