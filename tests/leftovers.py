@@ -16,7 +16,7 @@ from pathlib import Path
 
 MARK = "LMCACHE_SHM_TEST_RUN"
 SHM = Path("/dev/shm")
-SEGMENT = re.compile(r"lmcache_shm\.\d+\.test-(\d+)-")
+SEGMENT = re.compile(r"lmcache_shm\.(?:\d+\.)?test-(\d+)-")
 shared_processes: set[int] = set()
 """Processes that a fixture of wider scope started anew in the middle of a test, and will end."""
 SCRATCH = re.compile(r"lmcshm-test-(\d+)-")
