@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from lmcache_shm.vllm.adapters import SETTLED_S
+from tests.e2e.lab import LONG
 from tools.server_process import Server
 from tools.tiny_models.process import Engine
 from tools.tiny_models.prompts import tokens
@@ -69,12 +70,20 @@ class Asker:
 
 
 @pytest.mark.slow
-def test_an_adapter_that_is_replaced_in_place_gets_nothing_of_the_old_one(tmp_path: Path) -> None:
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=LONG)])
+def test_an_adapter_that_is_replaced_in_place_gets_nothing_of_the_old_one(
+    ranks: int, tmp_path: Path
+) -> None:
     """And what is loaded counts: until it is loaded anew, an adapter is the old one; under another name it is itself."""
-    lora = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 1}
+    options: dict[str, Any] = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 1}
+    env = {}
+    if ranks > 1:  # workers are processes of their own
+        cpus = sorted(os.sched_getaffinity(0))
+        options |= {"tensor_parallel_size": ranks, "distributed_executor_backend": "mp"}
+        env = {"VLLM_CPU_OMP_THREADS_BIND": f"{cpus[0]}|{cpus[-1]}"}
     with (
         Server(f"test-{os.getpid()}-lora", chunk_size=128) as server,
-        Engine("llama", connector=server.connector(), engine=lora) as engine,
+        Engine("llama", connector=server.connector(), engine=options, env=env) as engine,
     ):
         lab = Asker(engine, server, tmp_path)
         for name, seed in (("one", 1), ("two", 2), ("x", 1)):
@@ -99,3 +108,6 @@ def test_an_adapter_that_is_replaced_in_place_gets_nothing_of_the_old_one(tmp_pa
         assert lab.ask("two", 12)[0] == two
         assert lab.ask("two", 12) == [two, 640], "the same content, whatever its name"
         assert server.check() == []
+        (space,) = server.status()["namespaces"]
+        (group,) = space["description"]["workers"]["0"]["groups"].values()
+        assert (group["dtypes"], group["backends"]) == (["auto"], ["CPU_ATTN"])
