@@ -5,8 +5,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import msgspec
 from vllm import envs
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
 
 from lmcache_shm.client.groups import KVGroup, ModelError
 from lmcache_shm.client.plan import CachePlan
@@ -29,8 +29,10 @@ the tensors' back. Other variables choose between kernels for the same computati
 
 
 @dataclass
-class WorkerFacts(KVConnectorHandshakeMetadata):
-    """What only a worker knows and a namespace must hold; it travels to the scheduler at the start.
+class WorkerFacts:
+    """What only a worker knows and a namespace must hold; it travels to the scheduler by way of the server.
+
+    (vLLM's handshake carries one connector's metadata: under MultiConnector that may be another's.)
 
     `groups[i]`: of KV cache group i: digest of the page layout and the layers in it, attention backends,
     types and scales of the cache, kernel block sizes. `environment`: variables that are set.
@@ -41,6 +43,14 @@ class WorkerFacts(KVConnectorHandshakeMetadata):
     device: str
     groups: dict[str, dict[str, Any]] = field(default_factory=dict)
     environment: dict[str, str] = field(default_factory=dict)
+
+    def encode(self) -> bytes:
+        return msgspec.json.encode(self)
+
+    @classmethod
+    def decode(cls, told: bytes) -> "WorkerFacts":
+        """Raises msgspec.MsgspecError."""
+        return msgspec.json.decode(told, type=cls)
 
 
 class LayerFacts(NamedTuple):

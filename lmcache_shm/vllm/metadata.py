@@ -29,10 +29,14 @@ class WorkerReport(KVConnectorWorkerMetadata):
     that is loaded (see `adapters`)."""
     answer: int = 0
     """The last question that this answers."""
+    weights: dict[int, tuple[int, float]] = field(default_factory=dict)
+    """Rank → the number of changes of its weights and the time.monotonic() of the last one, if the scheduler
+    knew of fewer."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         for job, ranks in other.refused.items():
             self.refused.setdefault(job, set()).update(ranks)
+        self.weights |= other.weights
         self.adapters |= other.adapters
         self.answer = max(self.answer, other.answer)
         return self

@@ -1,5 +1,6 @@
 """What the scheduler side remembers of one request."""
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -35,6 +36,8 @@ class RequestState:
     salt: int = 0
     hit: Hit | None = None
     """Looked up and pinned, not loaded yet."""
+    loading: bool = False
+    """What it waits for, or has got without running since, is a load of ours."""
     no_external: bool = False
     """A load failed: never offer this request anything again."""
     passed_over: bool = False
@@ -42,6 +45,8 @@ class RequestState:
     outdated: bool = False
     """Holds KV from before the cache was reset or its adapter replaced, so nothing of it may be stored until it
     is recomputed."""
+    since: float = field(default_factory=time.monotonic)
+    """When it was admitted last, in time.monotonic(): everything it holds was computed or loaded later."""
     prefix_tokens: int = 0
     """What it got from a cache, ours or the engine's own, when it was last admitted."""
     speculative: bool = False
@@ -74,6 +79,10 @@ class RequestState:
     def void(self) -> None:
         """Its adapter is another one now: what it holds has no identity, and it has to get a new one."""
         self.outdated, self.epoch = True, None
+
+    def start_anew(self) -> None:
+        """Its load was of no use: it is computed from its beginning."""
+        self.no_external = self.passed_over = True
 
     def rewind(self) -> None:
         """Begin anew: the prefix is being determined (again)."""

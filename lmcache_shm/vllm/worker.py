@@ -23,6 +23,7 @@ from lmcache_shm.transfer.plan import Wish
 from lmcache_shm.transfer.select import open_engine
 from lmcache_shm.vllm.adapters import LoadedAdapters
 from lmcache_shm.vllm.groups import kv_groups
+from lmcache_shm.vllm.hooks import CHANGES, watch_worker
 from lmcache_shm.vllm.layouts import (
     LayerFacts,
     WorkerFacts,
@@ -73,7 +74,14 @@ class WorkerSide:
         self._loaded: list[tuple[str, bool]] = []
         self._refused: dict[int, set[int]] = {}
         self._void: set[int] = set()
-        """Loads that were cancelled: failed, however they end."""
+        """Loads that were underway when the weights changed: failed, however they end."""
+        watch_worker()
+        self._weights = CHANGES
+        self._first = CHANGES.count  # earlier changes belong to another engine of this process
+        CHANGES.listeners.append(self._weights_changed)
+        # Changes of the weights that the scheduler knew of when it planned this step.
+        self._planned_for = 0
+        self._loads: set[int] = set()  # underway
         self._said: dict[str, float] = {}
         self._submitted = threading.Event()
         self._closed = False
@@ -90,6 +98,7 @@ class WorkerSide:
         self.facts = worker_facts(
             self.kv_cache_config, kv_caches, self.groups, self._pages, layers, self.rank, self.world
         )
+        self.attachment.say(self.facts.encode())
         self._publisher.start()
         self.attachment.start()
 
@@ -131,9 +140,9 @@ class WorkerSide:
     # ------------------------------------------------------------------------------------- steps
     def start_loads(self, meta: StepMetadata) -> None:
         """Submit this step's loads, after the work that was submitted to the device before."""
+        self._planned_for = meta.weights.get(self.rank, 0)
         with self._lock:
             self._loaded += [(req_id, False) for req_id in meta.doomed]
-            self._void.update(meta.cancelled)
         for job in meta.loads:
             self._try(job, "load", meta.places[job.arena_id], self.config.load_deadline_s)
 
@@ -146,12 +155,18 @@ class WorkerSide:
 
     def _try(self, job: Job, kind: Any, place: Place, deadline_s: float) -> None:
         """Submit; whatever goes wrong, the job gets an answer, and the engine lives."""
+        if self.changes != self._planned_for:
+            self._fail(f"{kind}s_failed.weights", "it was planned before the weights were changed")
+            self._refuse(job, kind)
+            return
         with self._lock:
             mount = self._mounts.get(job.arena_id)
             if mount is not None and not mount.fits(place):
                 mount = None
             if mount is not None:
                 mount.jobs[job.id] = job, place
+                if kind == "load":
+                    self._loads.add(job.id)
         if mount is None:
             self._fail(
                 f"{kind}s_failed.arena", "the arena it was planned for is not mapped so any more"
@@ -180,6 +195,7 @@ class WorkerSide:
         """It was not even begun."""
         with self._lock:
             if kind == "load":
+                self._loads.discard(job.id)
                 self._loaded.append((job.req_id, False))
             else:
                 self._refused.setdefault(job.id, set()).add(self.rank)
@@ -239,14 +255,17 @@ class WorkerSide:
         return {req_id for req_id, _ in ended}, {req_id for req_id, ok in ended if not ok}
 
     def report(self, question: int = 0) -> WorkerReport | None:
-        """For the scheduler side: stores that could not even begin, adapters that were loaded. None if
-        there is nothing to say and no `question` to answer."""
+        """For the scheduler side: stores that could not even begin, changes of the weights that it did not know of,
+        adapters that were loaded. None if there is nothing to say and no `question` to answer."""
+        changes = self.changes
         adapters = self.adapters.report(everything=question > 0)
-        if not (self._refused or adapters or question):
+        if not (self._refused or adapters or question) and changes == self._planned_for:
             return None
         with self._lock:
             refused, self._refused = self._refused, {}
-        return WorkerReport(refused, {self.rank: adapters}, question)
+        known = changes == self._planned_for
+        weights = {} if known else {self.rank: (changes, self._weights.at)}
+        return WorkerReport(refused, {self.rank: adapters}, question, weights)
 
     def publish(self) -> None:
         """Pass on what the engines have ended. Any thread."""
@@ -257,15 +276,14 @@ class WorkerSide:
     def _report(self, mount: Mount, result: JobResult) -> None:
         with self._lock:
             job, place = mount.jobs.pop(result.id)
-            ok = result.ok and job.id not in self._void
-            if result.kind == "load" and job.adapter is not None:
+            ok, kind = result.ok and job.id not in self._void, result.kind
+            if kind == "load" and job.adapter is not None:
                 ok = ok and self.adapters.same(job.adapter)
             self._void.discard(job.id)
-            if result.kind == "store":
-                mount.arena.boards[place.client, self.rank, job.id % RING] = job.id << 1 | int(ok)
-            else:
+            self._loads.discard(job.id)
+            mount.arena.boards[place.client, self.rank, job.id % RING] = job.id << 1 | int(ok)
+            if kind == "load":
                 self._loaded.append((job.req_id, ok))
-        kind = result.kind
         if ok:
             self.counts.add(f"{kind}s")
             self.counts.add("loaded_bytes" if kind == "load" else "stored_bytes", result.nbytes)
@@ -307,12 +325,25 @@ class WorkerSide:
         for mount in mounts:
             mount.engine.close()
 
+    # ------------------------------------------------------------------------------------ weights
+    @property
+    def changes(self) -> int:
+        """How often the weights in this process were changed since this rank was set up."""
+        return self._weights.count - self._first
+
+    def _weights_changed(self) -> None:
+        """Fail every load that is underway or not reported yet: it belongs to the weights of before."""
+        with self._lock:
+            self._void |= self._loads
+            self._loaded = [(req_id, False) for req_id, _ in self._loaded]
+
     # ---------------------------------------------------------------------------------------- end
     def close(self) -> None:
         """Let stores end (bounded), report them, stop touching the arena and the blocks."""
         if self._closed:
             return
         self._closed = True
+        self._weights.listeners.remove(self._weights_changed)
         end = time.monotonic() + DRAIN_S
         for mount in list(self._mounts.values()):
             mount.engine.drain(max(end - time.monotonic(), 0))
