@@ -36,7 +36,7 @@ print(subprocess.Popen(sys.argv[1:], stdin=subprocess.DEVNULL, stdout=sys.stderr
 
 
 class AutostartError(RuntimeError):
-    """No server answers and none could be started; one line that says why."""
+    """No server answers and none could be started; one line with the reason."""
 
 
 def log_path(config: Config) -> Path:

@@ -19,8 +19,8 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from lmcache_shm.config import ConfigError, connector_config
 from lmcache_shm.log import NAME
-from lmcache_shm.vllm.layouts import layer_backends
-from lmcache_shm.vllm.metadata import StepMetadata
+from lmcache_shm.vllm.engine_api import StepMetadata
+from lmcache_shm.vllm.layouts import layer_facts
 from lmcache_shm.vllm.parent import obeyed_config
 from lmcache_shm.vllm.scheduler import SchedulerSide
 from lmcache_shm.vllm.start import Start, world_size
@@ -111,7 +111,7 @@ class LMCacheShmConnector(KVConnectorBase_V1, SupportsHMA):
             self.side.allocated(request, tables, num_external_tokens)
             planned = True
         if num_external_tokens and not planned:
-            self.side.doom(request, "an error, see above")
+            self.side.fail_load(request, "an error, see above")
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         return self.side.build_metadata(scheduler_output)
@@ -138,7 +138,7 @@ class LMCacheShmConnector(KVConnectorBase_V1, SupportsHMA):
 
     # ------------------------------------------------------------------------------ worker side
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
-        self.worker.register(kv_caches, layer_backends(self._vllm_config, kv_caches))
+        self.worker.register(kv_caches, layer_facts(self._vllm_config, kv_caches))
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         meta = self._connector_metadata
@@ -161,12 +161,13 @@ class LMCacheShmConnector(KVConnectorBase_V1, SupportsHMA):
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         meta = self._connector_metadata
         if isinstance(meta, StepMetadata) and meta.waiting:
-            self.worker.rest()
+            self.worker.back_off()
         received, failed = self.worker.results()
         return KVConnectorTransferResults(finished_recving=received, failed_recving=failed)
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        return self.worker.refused()
+        meta = self._connector_metadata
+        return self.worker.report(meta.question if isinstance(meta, StepMetadata) else 0)
 
     # ------------------------------------------------------------------------------------- both
     def shutdown(self) -> None:

@@ -1,14 +1,22 @@
 """Registered tensors against the specs: every promised byte, once, or the model is refused."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from lmcache_shm.client.groups import ModelError
-from lmcache_shm.client.plan import make_plan
+from lmcache_shm.client.plan import ModelError, make_plan
 from lmcache_shm.vllm.groups import kv_groups
-from lmcache_shm.vllm.layouts import pages_by_group, rank_layout, tensors_of, worker_facts
+from lmcache_shm.vllm.layouts import (
+    LayerFacts,
+    environment,
+    layer_facts,
+    pages_by_group,
+    rank_layouts,
+    tensors_of,
+    worker_facts,
+)
 
 from .worlds import config, full, state, uniform, window
 
@@ -70,7 +78,7 @@ def test_missing_bytes_are_refused_with_the_figures() -> None:
 
 
 def test_more_bytes_than_promised_are_refused() -> None:
-    """An index lane that the spec does not know of."""
+    """An index run that the spec does not know of."""
     kv = config(full())
 
     with pytest.raises(ModelError, match="holds 24576 bytes .* its spec says 16384"):
@@ -116,13 +124,13 @@ def test_a_region_holds_the_stored_pages_of_all_parts() -> None:
     groups = kv_groups(kv)[0]
     pages = pages_of(kv, {f"{g}.{i}": cache() for g in range(2) for i in range(2)})
 
-    both = rank_layout(make_plan(groups, chunk_size=128), pages)
-    one = rank_layout(make_plan(groups, chunk_size=128, separate=False), pages)
+    both = rank_layouts(make_plan(groups, chunk_size=128), pages)
+    one = rank_layouts(make_plan(groups, chunk_size=128, separate=False), pages)
 
     page = 2 * 2 * 32 * 32 * 4
-    assert both.region_bytes == [4 * page, 2 * page]
-    assert one.region_bytes == [6 * page]
-    assert one.part == ({0: 0, 1: 1},)
+    assert [layout.region_bytes for layout in both] == [4 * page, 2 * page]
+    assert [layout.region_bytes for layout in one] == [6 * page]
+    assert [part.pages for part in one[0].parts] == [pages[0], pages[1]]
 
 
 def test_a_pipeline_stage_without_layers_of_a_group_fills_nothing_there() -> None:
@@ -132,10 +140,10 @@ def test_a_pipeline_stage_without_layers_of_a_group_fills_nothing_there() -> Non
     groups = kv_groups(kv)[0]
     pages = pages_of(kv, {"2.0": states(), "2.1": states()})
 
-    layout = rank_layout(make_plan(groups, chunk_size=160), pages)
+    layouts = rank_layouts(make_plan(groups, chunk_size=160), pages)
 
-    assert layout.region_bytes == [0, 0, 2 * 192]  # each layer begins on 64 bytes
-    assert layout.place == (-1, -1, 0)
+    # Each layer begins on 64 bytes.
+    assert [layout.region_bytes for layout in layouts] == [0, 0, 2 * 192]
 
 
 def test_facts_tell_layouts_apart_and_not_places() -> None:
@@ -146,7 +154,9 @@ def test_facts_tell_layouts_apart_and_not_places() -> None:
         caches = {"0.0": tensor}
         groups = kv_groups(kv)[0]
         pages = pages_by_group(kv, caches, groups)
-        return worker_facts(kv, caches, groups, pages, {"0.0": "CPU_ATTN"}, 0, 1).groups["0"]
+        return worker_facts(
+            kv, caches, groups, pages, {"0.0": LayerFacts("CPU_ATTN")}, 0, 1
+        ).groups["0"]
 
     base = facts(cache())
 
@@ -158,3 +168,29 @@ def test_facts_tell_layouts_apart_and_not_places() -> None:
     assert split["pages"] != base["pages"]
     assert facts(cache().view(torch.int32))["pages"] != base["pages"]
     assert facts(torch.zeros(BLOCKS, 32, 2, 32).transpose(1, 2))["pages"] != base["pages"]
+
+
+def test_layers_say_what_their_cache_is() -> None:
+    """Type and scales, which a worker may have taken from the checkpoint; scales only where something is scaled."""
+
+    def layers(dtype: str, scale: float) -> dict[str, LayerFacts]:
+        layer = SimpleNamespace(
+            kv_cache_dtype=dtype, _k_scale=torch.tensor(scale), _v_scale=torch.tensor(1.0)
+        )
+        context = {"0.0": layer, "0.1": object()}
+        compilation = SimpleNamespace(static_forward_context=context)
+        return layer_facts(SimpleNamespace(compilation_config=compilation), context)
+
+    assert layers("fp8", 1.0)["0.0"].dtype == "fp8"
+    assert layers("fp8", 1.0) == layers("fp8", 1.0) != layers("fp8", 0.5)
+    assert layers("fp8_e4m3", 1.0) != layers("fp8_e5m2", 1.0)
+    assert layers("auto", 1.0) == layers("auto", 0.5)
+    assert layers("fp8", 1.0)["0.1"] == LayerFacts()
+
+
+def test_a_workers_own_environment_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT", raising=False)
+    before = environment()
+    monkeypatch.setenv("VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT", "1")
+
+    assert environment() == {**before, "VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT": "True"}
