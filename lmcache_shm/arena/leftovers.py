@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Literal
 
 from lmcache_shm.arena import memory
-from lmcache_shm.arena.layout import PAGE, Header
 from lmcache_shm.arena.errors import NotOurs
+from lmcache_shm.arena.layout import PAGE, Header
 from lmcache_shm.arena.owner import (
     LOCK_SUFFIX,
     META_SUFFIX,
