@@ -24,5 +24,9 @@ class AdoptError(ArenaError):
         self.reason = reason
 
 
+class NotOurs(ArenaError):
+    """Another user's file, or something that is no file, stands where one of ours should be."""
+
+
 class RuntimeDirError(ArenaError):
     """The runtime directory is not safe or not writable."""

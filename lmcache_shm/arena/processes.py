@@ -25,15 +25,28 @@ def peer_credentials(sock: socket.socket) -> tuple[int, int]:
 
 def stat(pid: int) -> tuple[str, int]:
     """(state letter, start time in clock ticks since boot) from /proc; ("", 0) when there is none, ("?", 0)
-    when it cannot be read (no file descriptor): then nothing is known of it."""
+    when it cannot be read (no file descriptor, or /proc hides it): then nothing is known of it."""
     try:
         line = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
     except (FileNotFoundError, ProcessLookupError):
-        return "", 0
+        return ("?" if _is_hidden(pid) else ""), 0
     except OSError:
         return "?", 0
     fields = line.rpartition(")")[2].split()  # the command's name may hold anything
     return fields[0], int(fields[19])
+
+
+def _is_hidden(pid: int) -> bool:
+    """Whether a process that /proc does not show is there all the same, and this user's.
+
+    Mounted with hidepid, /proc shows a process with more capabilities than ours only to root. (It hides all of
+    other users, too; those are never peers of ours, so that one of them has a pid means: ours is gone.)
+    """
+    try:
+        os.kill(pid, 0)
+    except OSError:
+        return False
+    return pid > 0
 
 
 class Process:

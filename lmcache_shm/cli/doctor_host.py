@@ -55,6 +55,10 @@ def shared_memory(
             "docker run --shm-size=64g …   (Compose: shm_size: 64g; Kubernetes: an emptyDir of medium "
             f"Memory at {SHM_DIR})",
         )
+    elif not os.access(SHM_DIR, os.W_OK | os.X_OK):
+        yield problem(
+            area, f"{SHM_DIR} is not writable for uid {os.geteuid()}", f"chmod 1777 {SHM_DIR}"
+        )
     else:
         yield ok(
             area, f"{SHM_DIR} has {size(total)}" if total else f"{SHM_DIR} has no limit of its own"

@@ -1,11 +1,11 @@
-"""What dead servers left: segments in /dev/shm, sockets and locks in the runtime directory."""
+"""What dead servers left: segments in /dev/shm, sockets and locks in the runtime directory. And what is not ours."""
 
 from collections.abc import Iterator
 from pathlib import Path
 
-from lmcache_shm.arena.leftovers import Leftover, leftovers
+from lmcache_shm.arena.leftovers import Leftover, foreigners, leftovers
 from lmcache_shm.cli.figures import size
-from lmcache_shm.cli.findings import Finding, note, ok
+from lmcache_shm.cli.findings import Finding, note, ok, problem
 
 
 def owner(instance: str, folder: Path) -> int:
@@ -40,3 +40,13 @@ def examine(folder: Path) -> Iterator[Finding]:
             yield note("leftovers", f"instance {instance}: {what}", "lmcache-shm purge")
     if not dead:
         yield ok("leftovers", "nothing of dead servers")
+    for other in foreigners():
+        text = f"{other.path} ({size(other.nbytes)}) {other.why}"
+        if other.in_the_way_of:
+            yield problem(
+                "leftovers",
+                f"{text}: no server of instance {other.in_the_way_of} can start",
+                f"have its owner remove it (rm -r {other.path}), or: lmcache-shm server --instance OTHER",
+            )
+        else:
+            yield ok("leftovers", f"{text}: it is left alone")

@@ -14,6 +14,7 @@ from lmcache_shm.cli.doctor_use import compare_namespaces, examine_use
 from lmcache_shm.cli.figures import duration
 from lmcache_shm.cli.findings import Finding, note, ok, problem
 from lmcache_shm.client.connection import (
+    NOT_OURS,
     Connection,
     ControlError,
     DeadlineExceeded,
@@ -66,6 +67,8 @@ def runtime_directory(path: Path, instance: str) -> Iterator[Finding]:
             "of one cache run as one user",
             elsewhere,
         )
+    elif facts.st_mode & 0o700 != 0o700:
+        yield problem(area, f"{path} has mode {facts.st_mode & 0o777:o}", f"chmod 700 {path}")
     elif facts.st_mode & 0o077:
         yield problem(
             area,
@@ -80,6 +83,9 @@ def runtime_directory(path: Path, instance: str) -> Iterator[Finding]:
 def no_answer(path: Path, instance: str, owner: int, error: ControlError) -> Iterator[Finding]:
     """Nobody serves this instance for us: why? `owner`: pid of the arena's live owner, 0 if there is none."""
     area = "server"
+    if isinstance(error, Refused) and error.code == NOT_OURS:
+        yield problem(area, str(error), f"rm {path}, or another --runtime-dir")
+        return
     if isinstance(error, Refused | ProtocolError):
         yield problem(area, str(error), f"pip install lmcache-shm=={__version__}   (on both sides)")
         return
@@ -92,7 +98,9 @@ def no_answer(path: Path, instance: str, owner: int, error: ControlError) -> Ite
             f"kill {owner or 'PID'}, then start it again",
         )
     elif owner:
-        other = [p for p in _sockets() if p.name == f"{instance}.sock" and p != path]
+        other = [
+            p for p in _sockets() if p.name == f"{instance}.sock" and p != path and _ours(p.parent)
+        ]
         where = other[0].parent if other else Path("DIR")
         yield problem(
             area,
@@ -113,6 +121,13 @@ def no_answer(path: Path, instance: str, owner: int, error: ControlError) -> Ite
         yield problem(area, text, _start_line(instance))
         if path.exists():
             yield ok(area, f"{path} is left over; the next server replaces it")
+
+
+def _ours(folder: Path) -> bool:
+    try:
+        return folder.lstat().st_uid == os.geteuid()
+    except OSError:
+        return False
 
 
 def _start_line(instance: str) -> str:

@@ -22,6 +22,8 @@ from lmcache_shm.protocol.messages import (
 )
 
 R = TypeVar("R", bound=Message)
+NOT_OURS = "not_ours"
+"""Code of a Refused that this side says itself: what is at the socket's path is another user's."""
 _TIMEVAL = struct.Struct("@ll")
 _RECEIVE = 64 << 10
 
@@ -80,11 +82,18 @@ class Connection:
             connection._arm(deadline_s)  # bounds connect(), too: it waits when the backlog is full
             try:
                 sock.connect(path)
+            except PermissionError:
+                raise Refused(
+                    NOT_OURS, f"{path} belongs to another user, or is closed to this one"
+                ) from None
             except OSError as error:
                 raise Unavailable(f"no server at {path}: {error.strerror or error}") from None
             _, uid = peer_credentials(sock)
             if uid != os.geteuid():
-                raise Refused("refused", f"the server at {path} belongs to uid {uid}, not to you")
+                raise Refused(
+                    NOT_OURS,
+                    f"the server at {path} belongs to uid {uid}, not to uid {os.geteuid()}",
+                )
             connection.hello = connection.call(hello, HelloReply)
             if connection.hello.version != PROTOCOL:
                 raise ProtocolError(

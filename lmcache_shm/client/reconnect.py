@@ -149,7 +149,7 @@ class Link:
         if self.arena is not None and bytes(self.arena.arena_id) == hello.arena_id:
             return
         try:
-            arena = attach(hello.instance, writable_data=True)
+            arena = attach(hello.instance, writable_data=True, names=(hello.data, hello.meta))
         except (ArenaError, OSError) as error:
             raise Unavailable(
                 f"cannot map the arena of instance {hello.instance}: {error} (in a container: "

@@ -1,5 +1,6 @@
 """The socket that a server listens at: where, and whose it is."""
 
+import errno
 import os
 import socket
 import stat
@@ -20,14 +21,15 @@ def check_path(path: Path) -> None:
 
 
 def listen(path: Path, backlog: int) -> socket.socket:
-    """A listening socket at `path`, mode 0600. The caller owns the instance: what is there is stale.
+    """A listening socket at `path`, mode 0600. The caller owns the instance: a socket that is there is stale.
 
     Raises RuntimeDirError.
     """
     check_path(path)
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
     try:
-        path.unlink(missing_ok=True)
+        if identity(path) is not None:
+            path.unlink()
         sock.setblocking(False)
         before = os.umask(0o177)
         try:
@@ -37,7 +39,10 @@ def listen(path: Path, backlog: int) -> socket.socket:
         sock.listen(backlog)
     except OSError as error:
         sock.close()
-        raise RuntimeDirError(f"cannot listen at {path}: {error.strerror}") from None
+        there = "something else is there" if error.errno == errno.EADDRINUSE else error.strerror
+        raise RuntimeDirError(
+            f"cannot listen at {path}: {there}; remove it (rm -r {path}), or choose another --runtime-dir"
+        ) from None
     return sock
 
 

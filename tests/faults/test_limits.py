@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from lmcache_shm.arena.owner import segment_names, shm_path
 from tests.faults import cluster as cluster_module
 from tests.faults import held
 from tests.faults.cluster import Cluster, until
@@ -82,7 +83,7 @@ def test_another_user_can_neither_map_the_arena_nor_connect(instance: str) -> No
         cluster.start_server()
         path = os.path.join(os.environ["LMCACHE_SHM_RUNTIME_DIR"], f"{instance}.sock")
         child = subprocess.Popen(
-            [sys.executable, "-c", textwrap.dedent(program), f"lmcache_shm.{instance}", path],
+            [sys.executable, "-c", textwrap.dedent(program), segment_names(instance)[0][1:], path],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         )  # fmt: skip
         assert child.stdin is not None
@@ -149,7 +150,8 @@ def test_a_dev_shm_that_others_fill_while_the_rest_is_reserved(instance: str) ->
         import os, sys
         from pathlib import Path
         from lmcache_shm.cli.admin import _status_lines
-        from tests.faults import cluster as module, held
+        from lmcache_shm.arena.owner import segment_names, shm_path
+from tests.faults import cluster as module, held
         from tests.faults.cluster import Cluster, until
         go = Path(os.environ["LMCACHE_SHM_RUNTIME_DIR"], sys.argv[1] + ".go")
         module.SERVER = held.PROGRAM + module.SERVER
@@ -210,20 +212,21 @@ def test_a_server_that_ends_before_all_is_reserved(
     """Told to end it ends in order; killed, it is followed by one that goes on where it was."""
     monkeypatch.setattr(cluster_module, "SERVER", held.PROGRAM + cluster_module.SERVER)
     go = Path(os.environ["LMCACHE_SHM_RUNTIME_DIR"], f"{instance}.go")
+    data = shm_path(segment_names(instance)[0]).name
     with Cluster(instance, **{held.GO: str(go)}) as cluster:
         cluster.start_server()
         (engine,) = cluster.add_engines({})
         cluster.prove()
         stored = cluster.committed()
         assert stored > 0
-        assert cluster.memory()[f"lmcache_shm.{instance}"] == held.FIRST
+        assert cluster.memory()[data] == held.FIRST
         assert cluster.server is not None
         cluster.server.send_signal(number)
         status = cluster.server.wait(20)
         if number == signal.SIGTERM:
             assert (status, cluster.memory()) == (0, {})
             return
-        assert cluster.memory()[f"lmcache_shm.{instance}"] == held.FIRST
+        assert cluster.memory()[data] == held.FIRST
         cluster.start_server()
         found = cluster.status()
         assert found is not None
@@ -231,7 +234,7 @@ def test_a_server_that_ends_before_all_is_reserved(
         assert (found["arena"]["backed_bytes"], found["arena"]["growing"]) == (held.FIRST, True)
         go.touch()
         until(lambda: not (cluster.status() or {})["arena"]["growing"], "the rest is reserved")
-        assert cluster.memory()[f"lmcache_shm.{instance}"] == 64 << 20
+        assert cluster.memory()[data] == 64 << 20
         assert engine.ask(wait_up=20.0)["up"]
         cluster.prove()
 
