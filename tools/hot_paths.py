@@ -31,7 +31,8 @@ from lmcache_shm.protocol.messages import (
     frame,
 )
 from lmcache_shm.protocol.rules import Full, Recurrent, Window
-from lmcache_shm.server.catalog.catalog import Catalog, GroupSpec
+from lmcache_shm.server.catalog.catalog import Catalog
+from lmcache_shm.server.catalog.namespaces import GroupSpec
 from lmcache_shm.server.handlers import Service
 
 CHUNK, CHUNKS, STEP_CHUNKS = 256, 512, 8

@@ -36,6 +36,30 @@ def stat(pid: int) -> tuple[str, int]:
     return fields[0], int(fields[19])
 
 
+def start_time(pid: int) -> int:
+    """Start time of a process in clock ticks since boot; 0 when there is none, or nothing of it runs."""
+    state, start = stat(pid)
+    if state and state in "ZX":
+        # The first thread may have ended before the others: then the process looks like a zombie.
+        try:
+            threads = len(list(Path(f"/proc/{pid}/task").iterdir()))
+        except OSError:
+            return 0
+        return start if threads > 1 else 0
+    return start
+
+
+def process_alive(pid: int, start: int) -> bool:
+    """Whether the process with this pid and start time (0: unknown) still runs.
+
+    One that cannot be seen counts as running: pid ≤ 0 (another pid namespace), or no descriptor to look with.
+    """
+    if pid <= 0 or stat(pid)[0] == "?":
+        return True
+    now = start_time(pid)
+    return now != 0 and start in {0, now}
+
+
 class Process:
     """One process, by pid and start time, and by pidfd where the kernel has one.
 

@@ -7,8 +7,8 @@ import numpy as np
 from lmcache_shm.arena.layout import SlotState
 from lmcache_shm.arena.slot import SlotGeometry, checks_number, slot_geometry
 from lmcache_shm.protocol.messages import GroupInfo, Register, Registered
-from lmcache_shm.protocol.rules import ChunkedLocal, Full, Recurrent, Rule, Window
-from lmcache_shm.server.catalog.catalog import GroupSpec
+from lmcache_shm.protocol.rules import Rule, rule_of
+from lmcache_shm.server.catalog.namespaces import GroupSpec
 from lmcache_shm.server.engines import MAX_GROUPS, Engine, check_shape
 from lmcache_shm.server.session import Denied, Session
 
@@ -119,17 +119,10 @@ def _spec(info: GroupInfo, slot: SlotGeometry, model: str) -> GroupSpec:
 
 
 def _rule(info: GroupInfo) -> Rule:
-    if info.rule == "full":
-        return Full()
-    if info.rule == "recurrent":
-        return Recurrent()
-    if info.param < 1:
-        raise Denied("invalid", f"group {info.name}: {info.rule} of {info.param} tokens")
-    if info.rule == "window":
-        return Window(info.param)
-    if info.rule == "chunked_local":
-        return ChunkedLocal(info.param)
-    raise Denied("invalid", f"group {info.name}: unknown rule {info.rule[:40]!r}")
+    try:
+        return rule_of(info.rule, info.param)
+    except ValueError as error:
+        raise Denied("invalid", f"group {info.name}: {error}") from None
 
 
 def _settle_quarantine(

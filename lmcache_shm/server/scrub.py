@@ -17,7 +17,7 @@ import xxhash
 
 from lmcache_shm.arena.layout import FLAG_DROP, SlotState
 from lmcache_shm.arena.segment import Arena
-from lmcache_shm.arena.slot import CHECKSUM_BYTES, Checked, checks_number
+from lmcache_shm.arena.slot import Checked, checks_number, read_checksum
 from lmcache_shm.server.catalog.catalog import Catalog
 from lmcache_shm.server.events import Journal
 
@@ -93,8 +93,7 @@ class Scrub:
                 yield False
                 if not self._is_still(row, generation):
                     return
-            kept = data[slot + cell : slot + cell + CHECKSUM_BYTES].tobytes()
-            good &= digest.intdigest() == int.from_bytes(kept, "little")
+            good &= digest.intdigest() == read_checksum(data, slot + cell)
         self._counters["scrubbed_slots"] += 1
         if not good and self._catalog.discard([row]):
             self._counters["scrub_mismatches"] += 1

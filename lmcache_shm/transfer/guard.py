@@ -10,9 +10,9 @@ from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
-import xxhash
 
 from lmcache_shm.arena.layout import SlotState
+from lmcache_shm.arena.slot import CHECKSUM_BYTES, checksum, read_checksum, write_checksum
 from lmcache_shm.transfer.engine import (
     REASON_ARENA,
     REASON_CHECKSUM,
@@ -21,8 +21,6 @@ from lmcache_shm.transfer.engine import (
     CopyJob,
 )
 from lmcache_shm.transfer.pages import SlotLayout
-
-CHECKSUM_BYTES = 8
 
 
 class ArenaView(Protocol):
@@ -70,21 +68,19 @@ class SlotGuard:
     def seal(self, item: CopyItem) -> None:
         """Write the checksum of this rank's region behind the slot, where one is kept."""
         if item.checksum_at >= 0:
-            self._checksum_cell(item)[0] = self._digest(item)
+            write_checksum(self._bytes, item.checksum_at, self._digest(item))
 
     def verify(self, item: CopyItem) -> str:
         """REASON_CHECKSUM if a kept checksum disagrees with the region, else ""."""
-        if item.checksum_at < 0 or int(self._checksum_cell(item)[0]) == self._digest(item):
+        if item.checksum_at < 0 or read_checksum(self._bytes, item.checksum_at) == self._digest(
+            item
+        ):
             return ""
         return REASON_CHECKSUM
 
     def _digest(self, item: CopyItem) -> int:
         end = item.offset + self._layouts[item.group].region_bytes
-        return xxhash.xxh3_64_intdigest(self._bytes[item.offset : end].data)
-
-    def _checksum_cell(self, item: CopyItem) -> npt.NDArray[np.uint64]:
-        cell = self._bytes[item.checksum_at : item.checksum_at + CHECKSUM_BYTES]
-        return cell.view(np.uint64)
+        return checksum(self._bytes[item.offset : end])
 
     def _wrong_item(self, item: CopyItem) -> str:
         if not 0 <= item.group < len(self._layouts):

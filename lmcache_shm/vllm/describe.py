@@ -14,7 +14,7 @@ import vllm
 
 from lmcache_shm.arena.layout import FORMAT_VERSION
 from lmcache_shm.client.plan import CachePlan
-from lmcache_shm.protocol.descriptor import canonical
+from lmcache_shm.protocol.keys import canonical
 from lmcache_shm.protocol.rules import rule_words
 from lmcache_shm.vllm.layouts import WorkerFacts
 

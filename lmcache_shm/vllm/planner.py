@@ -11,8 +11,7 @@ from lmcache_shm.client.in_flight import StoreBook
 from lmcache_shm.client.jobs import Job, SlotCopy
 from lmcache_shm.client.registration import Epoch
 from lmcache_shm.client.store_plan import Candidate, States, step_states, storable
-from lmcache_shm.protocol.keys import KEY
-from lmcache_shm.protocol.messages import BUSY, EXISTS, Reserve, Stepped
+from lmcache_shm.protocol.messages import BUSY, EXISTS, KEY, Reserve, Stepped
 from lmcache_shm.vllm.requests import RequestState
 
 MAX_ENTRIES = 64 << 10

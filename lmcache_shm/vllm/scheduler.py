@@ -18,8 +18,8 @@ from lmcache_shm.client.loads import Loading
 from lmcache_shm.client.lookup import Hit, look_up
 from lmcache_shm.client.registration import Epoch
 from lmcache_shm.client.settler import Settler
-from lmcache_shm.protocol.keys import KEY
-from lmcache_shm.server.catalog.index import split
+from lmcache_shm.protocol.keys import split
+from lmcache_shm.protocol.messages import KEY
 from lmcache_shm.vllm.metadata import RefusedStores, StepMetadata
 from lmcache_shm.vllm.planner import StorePlanner
 from lmcache_shm.vllm.requests import RequestState

@@ -23,8 +23,8 @@ import numpy as np
 from lmcache_shm.arena.layout import RING
 from lmcache_shm.client.client import CacheClient, unpack_rows
 from lmcache_shm.config import Config
-from lmcache_shm.protocol.keys import KEY, ChunkKeys, seed
-from lmcache_shm.protocol.messages import GroupInfo, HelloReply, Register, Reserve
+from lmcache_shm.protocol.keys import ChunkKeys, seed
+from lmcache_shm.protocol.messages import KEY, GroupInfo, HelloReply, Register, Reserve
 from tests.faults import failpoints
 from tests.faults.payload import CHUNK, SHAPES, tokens
 

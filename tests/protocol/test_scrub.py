@@ -16,7 +16,8 @@ from lmcache_shm.client.connection import Connection
 from lmcache_shm.protocol.messages import PROTOCOL, Attached, AttachWorker, Hello, Registered
 from lmcache_shm.protocol.rules import Full
 from lmcache_shm.server import scrub
-from lmcache_shm.server.catalog.catalog import Catalog, GroupSpec
+from lmcache_shm.server.catalog.catalog import Catalog
+from lmcache_shm.server.catalog.namespaces import GroupSpec
 from lmcache_shm.server.events import Journal
 from lmcache_shm.transfer.cpu import CpuEngine
 from lmcache_shm.transfer.engine import CopyItem, CopyJob, PageRun

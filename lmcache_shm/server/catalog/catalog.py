@@ -27,7 +27,7 @@ from lmcache_shm.server.catalog.lookup import Hit, Lookup
 from lmcache_shm.server.catalog.namespaces import MAX_NAMESPACES, CatalogError, GroupSpec, Namespace
 from lmcache_shm.server.catalog.recovery import recover
 from lmcache_shm.server.catalog.registry import Registry
-from lmcache_shm.server.catalog.reservation import BUSY, EXISTS, FULL, Entries, Reserver
+from lmcache_shm.server.catalog.reservation import Entries, Reserver
 from lmcache_shm.server.catalog.room import Room
 from lmcache_shm.server.catalog.slots import (
     COMMIT,
@@ -40,8 +40,6 @@ from lmcache_shm.server.catalog.slots import (
     STATE_AND_FLAGS,
     Slots,
 )
-
-__all__ = ["BUSY", "EXISTS", "FULL", "Catalog", "CatalogError", "GroupSpec", "Hit", "Namespace"]
 
 AnyRows = Rows | Sequence[int]
 

@@ -10,17 +10,10 @@ from itertools import chain, repeat
 import numpy as np
 
 from lmcache_shm.arena.layout import Rows
-from lmcache_shm.protocol.keys import KEY
 
 SHARDS = 64
 CUT_AT = 16384
 """Keys from which on the index is cut into SHARDS dicts."""
-
-
-def split(packed: bytes) -> list[bytes]:
-    """Packed keys as a list of KEY bytes each."""
-    names: list[bytes] = np.frombuffer(packed, f"V{KEY}").tolist()
-    return names
 
 
 class Index:

@@ -7,11 +7,11 @@ import numpy as np
 
 from lmcache_shm.arena.allocator import NO_ROWS
 from lmcache_shm.arena.layout import U64, Rows, SlotState, places
-from lmcache_shm.protocol.keys import KEY
+from lmcache_shm.protocol.keys import split
+from lmcache_shm.protocol.messages import KEY
 from lmcache_shm.protocol.rules import needed, usable_chunks
 from lmcache_shm.server.catalog import misses
 from lmcache_shm.server.catalog.hints import FEW, Hints
-from lmcache_shm.server.catalog.index import split
 from lmcache_shm.server.catalog.namespaces import Group, Namespace
 from lmcache_shm.server.catalog.slots import PIN, Slots
 

@@ -11,7 +11,7 @@ import xxhash
 from lmcache_shm.arena.allocator import slot_class
 from lmcache_shm.arena.segment import Arena
 from lmcache_shm.protocol.keys import seed
-from lmcache_shm.protocol.rules import RULES, Full, Rule, rule_words
+from lmcache_shm.protocol.rules import Full, Rule, rule_of, rule_words
 from lmcache_shm.server.catalog.index import Index
 
 MAX_NAMESPACES = 4096
@@ -182,6 +182,6 @@ def _words(spec: GroupSpec) -> tuple[str, str, int, int, dict[str, Any]]:
 
 def _groups(record: _Record) -> list[Group]:
     return [
-        Group(i, GroupSpec(name, RULES[rule](parameter), nbytes, info))
+        Group(i, GroupSpec(name, rule_of(rule, parameter), nbytes, info))
         for i, (name, rule, parameter, nbytes, info) in enumerate(record.groups)
     ]

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from lmcache_shm.arena.layout import SlotState
-from lmcache_shm.protocol.descriptor import describe
+from lmcache_shm.protocol.keys import describe
 from lmcache_shm.protocol.rules import rule_words
 from lmcache_shm.server.catalog.census import STATES, Census
 from lmcache_shm.server.catalog.namespaces import Namespace

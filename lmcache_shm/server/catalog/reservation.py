@@ -21,13 +21,13 @@ import numpy.typing as npt
 
 from lmcache_shm.arena.allocator import NO_ROWS
 from lmcache_shm.arena.layout import U64, Numbers, Rows, SlotState, places
+from lmcache_shm.protocol.keys import split
+from lmcache_shm.protocol.messages import BUSY, EXISTS, FULL
 from lmcache_shm.protocol.rules import needed, usable_chunks
-from lmcache_shm.server.catalog.index import split
 from lmcache_shm.server.catalog.namespaces import Group, Namespace
 from lmcache_shm.server.catalog.room import Room
 from lmcache_shm.server.catalog.slots import ONE, Slots, room_for
 
-EXISTS, BUSY, FULL = -1, -2, -3
 SLACK = 16
 """A prefix is made new again when more ticks passed than one in so many of the rows in use."""
 PIECES = 16

@@ -20,8 +20,8 @@ from lmcache_shm.arena.layout import (
     word,
 )
 from lmcache_shm.arena.segment import Arena
-from lmcache_shm.protocol.keys import KEY
-from lmcache_shm.server.catalog.index import split
+from lmcache_shm.protocol.keys import split
+from lmcache_shm.protocol.messages import KEY
 from lmcache_shm.server.catalog.misses import Ghosts
 from lmcache_shm.server.catalog.namespaces import Group, Namespace
 

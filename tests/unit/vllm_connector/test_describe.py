@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from lmcache_shm.client.plan import make_plan
-from lmcache_shm.protocol.descriptor import describe
+from lmcache_shm.protocol.keys import describe
 from lmcache_shm.vllm.describe import descriptor, facts, identity_of
 from lmcache_shm.vllm.groups import kv_groups
 from lmcache_shm.vllm.layouts import WorkerFacts
