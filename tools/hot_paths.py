@@ -32,7 +32,7 @@ from lmcache_shm.protocol.messages import (
 )
 from lmcache_shm.protocol.rules import Full, Recurrent, Window
 from lmcache_shm.server.catalog.catalog import Catalog
-from lmcache_shm.server.catalog.namespaces import GroupSpec
+from lmcache_shm.server.catalog.groups import GroupSpec
 from lmcache_shm.server.handlers import Service
 
 CHUNK, CHUNKS, STEP_CHUNKS = 256, 512, 8

@@ -33,7 +33,7 @@ from lmcache_shm.cli.figures import size
 from lmcache_shm.client.reconnect import socket_path
 from lmcache_shm.config import OPTIONS, Config
 from lmcache_shm.server.catalog.catalog import Catalog
-from lmcache_shm.server.catalog.namespaces import CatalogError
+from lmcache_shm.server.catalog.groups import CatalogError
 from lmcache_shm.server.handlers import Service
 from lmcache_shm.server.listener import check_path
 from lmcache_shm.server.loop import Server

@@ -17,7 +17,7 @@ from lmcache_shm.arena.segment import Arena
 from lmcache_shm.config import Config
 from lmcache_shm.protocol import messages as m
 from lmcache_shm.server.catalog.catalog import Catalog
-from lmcache_shm.server.catalog.namespaces import CatalogError
+from lmcache_shm.server.catalog.groups import CatalogError
 from lmcache_shm.server.engines import Engines
 from lmcache_shm.server.entries import count, entries
 from lmcache_shm.server.events import Journal

@@ -8,7 +8,7 @@ from lmcache_shm.arena.layout import SlotState
 from lmcache_shm.arena.slot import SlotGeometry, checks_number, slot_geometry
 from lmcache_shm.protocol.messages import GroupInfo, Register, Registered
 from lmcache_shm.protocol.rules import Rule, rule_of
-from lmcache_shm.server.catalog.namespaces import GroupSpec
+from lmcache_shm.server.catalog.groups import GroupSpec
 from lmcache_shm.server.engines import MAX_GROUPS, Engine, check_shape
 from lmcache_shm.server.session import Denied, Session
 

@@ -38,8 +38,8 @@ SERVER = [
     Point("server", CATALOG + "leave", 1, "reconnect"),
     Point("server", "lmcache_shm.server.catalog.slots:Slots.evict", 2),
     Point("server", "lmcache_shm.server.catalog.slots:Slots.free", 2),
-    Point("server", "lmcache_shm.server.catalog.room:Room.make", 2),
-    Point("server", "lmcache_shm.server.catalog.room:Room._take_over", 1, "another size"),
+    Point("server", "lmcache_shm.server.catalog.eviction:Allocation.make", 2),
+    Point("server", "lmcache_shm.server.catalog.eviction:Allocation._take_over", 1, "another size"),
     Point("server", "lmcache_shm.server.catalog.reservation:Reserver._write", 2),
     Point("server", ARENA + "allocator:SlabAllocator.alloc", 2),
     Point("server", ARENA + "allocator:SlabAllocator.bind", 1, "clear"),
@@ -53,8 +53,8 @@ SERVER = [
 ]
 RESTART = [
     Point("restart", "lmcache_shm.cli.serve:adopt", 1),
-    Point("restart", "lmcache_shm.server.catalog.recovery:_rewrite", 1),
-    Point("restart", "lmcache_shm.server.catalog.recovery:_index", 1),
+    Point("restart", "lmcache_shm.server.catalog.consistency:_rewrite", 1),
+    Point("restart", "lmcache_shm.server.catalog.consistency:_index", 1),
     Point("restart", ARENA + "segment:Arena.set_owner", 1),
     Point("restart", SERVER_SIDE + "loop:listen", 1),
 ]

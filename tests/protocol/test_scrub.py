@@ -17,7 +17,7 @@ from lmcache_shm.protocol.messages import PROTOCOL, Attached, AttachWorker, Hell
 from lmcache_shm.protocol.rules import Full
 from lmcache_shm.server import scrub
 from lmcache_shm.server.catalog.catalog import Catalog
-from lmcache_shm.server.catalog.namespaces import GroupSpec
+from lmcache_shm.server.catalog.groups import GroupSpec
 from lmcache_shm.server.events import Journal
 from lmcache_shm.transfer.cpu import CpuEngine
 from lmcache_shm.transfer.engine import CopyItem, CopyJob, PageRun

@@ -24,8 +24,8 @@ from lmcache_shm.arena.layout import U64, Numbers, Rows, SlotState, places
 from lmcache_shm.protocol.keys import split
 from lmcache_shm.protocol.messages import BUSY, EXISTS, FULL
 from lmcache_shm.protocol.rules import needed, usable_chunks
-from lmcache_shm.server.catalog.namespaces import Group, Namespace
-from lmcache_shm.server.catalog.room import Room
+from lmcache_shm.server.catalog.eviction import Allocation
+from lmcache_shm.server.catalog.groups import Group, Namespace
 from lmcache_shm.server.catalog.slots import ONE, Slots, room_for
 
 SLACK = 16
@@ -71,9 +71,9 @@ class Entries(NamedTuple):
 class Reserver:
     """Written for few entries at a time, some for each group: lists where numpy would cost more to call."""
 
-    def __init__(self, slots: Slots, room: Room) -> None:
+    def __init__(self, slots: Slots, allocation: Allocation) -> None:
         self._slots = slots
-        self._room = room
+        self._allocation = allocation
         self._identity = slots.cold_words[:, :9]
         self._refused: dict[bytes, None] = {}  # in the order in which they came
 
@@ -124,7 +124,7 @@ class Reserver:
             if not wanted:
                 return
             ticks = self._ticks(space, picks, entries, heads, renew=renew)
-            rows = self._room.make(group.size, len(picks), min(ticks), in_use)
+            rows = self._allocation.make(group.size, len(picks), min(ticks), in_use)
             placed, picks = picks[: len(rows)], picks[len(rows) :]
             self._write(space, group, rows, placed, entries, ticks[: len(rows)])
             numbers = rows.tolist()

@@ -13,7 +13,7 @@ from lmcache_shm.arena.layout import SlotState
 from lmcache_shm.protocol import keys as k
 from lmcache_shm.protocol.rules import ChunkedLocal, Full, Recurrent, Rule, Window
 from lmcache_shm.server.catalog.catalog import Catalog
-from lmcache_shm.server.catalog.namespaces import GroupSpec, Namespace
+from lmcache_shm.server.catalog.groups import GroupSpec, Namespace
 
 CHUNK = 16
 SLAB = 64 << 10

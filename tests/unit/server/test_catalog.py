@@ -12,7 +12,7 @@ from lmcache_shm.protocol.keys import canonical, describe
 from lmcache_shm.protocol.messages import BUSY
 from lmcache_shm.protocol.rules import Full, Recurrent, Window
 from lmcache_shm.server.catalog.catalog import Catalog
-from lmcache_shm.server.catalog.namespaces import CatalogError
+from lmcache_shm.server.catalog.groups import CatalogError
 from tests.unit.server import rig
 from tests.unit.server.rig import CHUNK, SLAB, Prefix, reserve, spec, store
 
@@ -404,14 +404,14 @@ def test_a_large_table_is_not_walked_while_engines_wait(catalog, monkeypatch):
     space = catalog.register(b"m", [spec(Full(), 12000)])
     rows = store(catalog, space, Prefix(space, "a", 3), range(3))
     catalog.arena.cold["salt"][rows[0]] = 5
-    monkeypatch.setattr("lmcache_shm.server.catalog.audit.THOROUGH", 2)
+    monkeypatch.setattr("lmcache_shm.server.catalog.consistency.THOROUGH", 2)
 
     assert catalog.check() == []
     assert catalog.check(thorough=True) == [f"committed rows that do not fit their seal: {rows[0]}"]
 
 
 def test_ghosts_are_bounded_and_remember():
-    from lmcache_shm.server.catalog.misses import Ghosts
+    from lmcache_shm.server.catalog.slots import Ghosts
 
     ghosts = Ghosts(64)
     keys = np.arange(2000, dtype="<u8").reshape(-1, 2)

@@ -11,7 +11,7 @@ from lmcache_shm.arena.check import check
 from lmcache_shm.protocol.messages import FULL
 from lmcache_shm.protocol.rules import Full, Recurrent
 from lmcache_shm.server.catalog.catalog import Catalog
-from lmcache_shm.server.catalog.namespaces import CatalogError
+from lmcache_shm.server.catalog.groups import CatalogError
 from tests.unit.server import rig
 from tests.unit.server.rig import SLAB, Prefix, reserve, spec, store, visible
 

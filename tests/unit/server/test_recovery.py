@@ -16,7 +16,7 @@ from lmcache_shm.arena.layout import FLAG_DROP, SlotState
 from lmcache_shm.arena.processes import start_time
 from lmcache_shm.protocol.rules import Full, Recurrent, Window
 from lmcache_shm.server.catalog.catalog import Catalog
-from lmcache_shm.server.catalog.namespaces import CatalogError
+from lmcache_shm.server.catalog.groups import CatalogError
 from tests.unit.server import rig
 from tests.unit.server.rig import CHUNK, SLAB, Prefix, reserve, spec, store
 

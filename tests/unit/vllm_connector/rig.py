@@ -18,7 +18,7 @@ from lmcache_shm.client.registration import Epoch
 from lmcache_shm.protocol.keys import seed
 from lmcache_shm.protocol.messages import Acquired, Reserve, Stepped
 from lmcache_shm.server.catalog.catalog import Catalog
-from lmcache_shm.server.catalog.namespaces import GroupSpec
+from lmcache_shm.server.catalog.groups import GroupSpec
 from lmcache_shm.vllm.metadata import StepMetadata
 from lmcache_shm.vllm.scheduler import SchedulerSide
 
