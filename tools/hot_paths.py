@@ -62,7 +62,9 @@ class Desk:
         self._ours, theirs = socket.socketpair()
         with theirs:
             self.session = self.service.open_session(theirs)
-        self.session.role, self.session.namespace, self.session.client = "scheduler", space.id, 0
+        engine = self.service.engines.find(self.session, "count")
+        self.service.engines.bind(engine, self.session, 1, 1)
+        self.session.role, self.session.namespace = "scheduler", space.id
         self.session.groups = len(RULES)
 
     def ask(self, request: Message) -> Message:

@@ -77,8 +77,8 @@ def check_room(nbytes: int, bounds: Sequence[Limit] | None = None) -> None:
     bounds = limits() if bounds is None else bounds
     if bounds and (tightest := min(bounds, key=lambda limit: limit.free)).free < nbytes:
         raise ArenaError(
-            f"the arena and its table need {_size(nbytes)}, but {tightest.what} leaves "
-            f"{_size(tightest.free)}; {tightest.remedy}, or choose a smaller --l1-size-gb"
+            f"the arena and its table need {size(nbytes)}, but {tightest.what} leaves "
+            f"{size(tightest.free)}; {tightest.remedy}, or choose a smaller --l1-size-gb"
         )
 
 
@@ -99,9 +99,9 @@ def reserve(
                 progress(at + length, end)
     except OSError as error:
         if error.errno not in {errno.EFBIG, errno.ENOSPC, errno.ENOMEM}:
-            raise ArenaError(f"cannot reserve {_size(nbytes)}: {error.strerror}") from None
+            raise ArenaError(f"cannot reserve {size(nbytes)}: {error.strerror}") from None
         raise ArenaError(
-            f"cannot reserve {_size(nbytes)} in {SHM_DIR}: {error.strerror}; "
+            f"cannot reserve {size(nbytes)} in {SHM_DIR}: {error.strerror}; "
             f"{remedy(error.errno)}, or choose a smaller --l1-size-gb"
         ) from None
 
@@ -267,5 +267,6 @@ def _meminfo(name: str) -> int | None:
     return None
 
 
-def _size(nbytes: int) -> str:
+def size(nbytes: int) -> str:
+    """Bytes for people: ``1.50 GiB``."""
     return f"{nbytes / 2**30:.2f} GiB" if nbytes >= 1 << 30 else f"{nbytes / 2**20:.1f} MiB"

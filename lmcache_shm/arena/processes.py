@@ -76,7 +76,7 @@ class Process:
         self.key = (pid, start) if pid > 0 else (0, _inode(pidfd) or -next(self._unknown))
 
     @property
-    def traceless(self) -> bool:
+    def unwatchable(self) -> bool:
         """Whether nothing will ever tell that it has ended."""
         return self.pid <= 0 and self._pidfd < 0
 
@@ -121,7 +121,7 @@ class Process:
         """
         if not self.alive():
             return False
-        return self.traceless if self.pid <= 0 else stat(self.pid)[0] not in {"T", "t", "?"}
+        return self.unwatchable if self.pid <= 0 else stat(self.pid)[0] not in {"T", "t", "?"}
 
     def same(self, other: "Process") -> bool:
         return self.key == other.key

@@ -6,7 +6,6 @@ further request of this peer is read, so neither a flood nor a reader that stopp
 """
 
 import socket
-from typing import Protocol
 
 from lmcache_shm.protocol.messages import LENGTH, MAX_FRAME
 
@@ -34,12 +33,6 @@ class Budget:
             return False
         self.left -= n
         return True
-
-
-class Attendant(Protocol):
-    """What belongs to a connection above the bytes (a session)."""
-
-    def closed(self) -> None: ...
 
 
 class Peer:
@@ -99,7 +92,7 @@ class Peer:
             frame, self.inbox = self.inbox, bytearray()
         else:
             frame, self.inbox = self.inbox[:end], self.inbox[end:]
-        self._give_back()
+        self._release()
         return memoryview(frame)[LENGTH.size :]
 
     def has_frame(self) -> bool:
@@ -143,9 +136,9 @@ class Peer:
         return ""
 
     def close(self) -> None:
-        self._give_back()
+        self._release()
         self.sock.close()
 
-    def _give_back(self) -> None:
+    def _release(self) -> None:
         self.budget.left += self.granted
         self.granted = 0

@@ -19,7 +19,7 @@ from lmcache_shm.arena.layout import FLAG_DROP, SlotState
 from lmcache_shm.arena.segment import Arena
 from lmcache_shm.arena.slot import Checked, checks_number, read_checksum
 from lmcache_shm.server.catalog.catalog import Catalog
-from lmcache_shm.server.events import Journal
+from lmcache_shm.server.stats import EventLog
 
 RUN_S = 0.002
 """Longest time of one tick, give or take a piece."""
@@ -35,12 +35,12 @@ class Scrub:
     """Used by the server's thread only. Counts `scrubbed_slots` and `scrub_mismatches`."""
 
     def __init__(
-        self, arena: Arena, catalog: Catalog, counters: Counter[str], journal: Journal
+        self, arena: Arena, catalog: Catalog, counters: Counter[str], events: EventLog
     ) -> None:
         self._arena = arena
         self._catalog = catalog
         self._counters = counters
-        self._journal = journal
+        self._events = events
         self._layouts: dict[int, list[Checked]] = {}
         self._work = self._rounds()
         for space in catalog.namespaces():
@@ -97,7 +97,7 @@ class Scrub:
         self._counters["scrubbed_slots"] += 1
         if not good and self._catalog.discard([row]):
             self._counters["scrub_mismatches"] += 1
-            self._journal.tell(
+            self._events.add(
                 f"dropped slot {row} (chunk {int(self._arena.cold['chunk'][row])} of namespace "
                 f"{int(self._arena.hot['namespace'][row])}): its content does not fit its checksum",
                 logging.WARNING,

@@ -47,12 +47,12 @@ SERVER = [
     Point("server", SERVER_SIDE + "engines:write_client", 1, "reconnect"),
     Point("server", SERVER_SIDE + "engines:Engines.attach", 2, "reconnect"),
     Point("server", SERVER_SIDE + "engines:Engines.leave", 1, "reconnect"),
-    Point("server", SERVER_SIDE + "session:Session.new_lease", 2),
+    Point("server", SERVER_SIDE + "engines:Session.new_lease", 2),
     Point("server", SERVER_SIDE + "loop:Server._reply", 5),
     Point("server", SERVER_SIDE + "loop:Server._drop", 2, "reconnect"),
 ]
 RESTART = [
-    Point("restart", "lmcache_shm.cli.serve:adopt", 1),
+    Point("restart", "lmcache_shm.server.process:adopt", 1),
     Point("restart", "lmcache_shm.server.catalog.consistency:_rewrite", 1),
     Point("restart", "lmcache_shm.server.catalog.consistency:_index", 1),
     Point("restart", ARENA + "segment:Arena.set_owner", 1),
