@@ -61,6 +61,8 @@ class Link:
         """The greeting of the server last reached."""
         self.refusal: str | None = None
         """Why the server (or `_greet`) will not have us, while that is so."""
+        self.busy = False
+        """Whether the refusal is only for now: another has our name, or all places are taken."""
         self._connection: Connection | None = None  # the one in use; None while down
         self._dialling: Connection | None = None
         self._lock = threading.Lock()
@@ -99,6 +101,15 @@ class Link:
                 timeout_s,
             )
         return self.hello
+
+    def renew(self) -> None:
+        """Give up the connection in use and dial anew: what was registered on it is void. Also what a broken
+        connection voids: leases, and rows that were reserved."""
+        with self._lock:
+            connection, self._connection = self._connection, None
+            if connection is not None:
+                self._lost()
+                connection.shutdown()
 
     def close(self) -> None:
         """End the connection and the thread; the mapping stays as long as someone uses it."""
@@ -157,6 +168,7 @@ class Link:
                 self._once()
                 pause = FIRST_PAUSE_S
             except (Refused, ProtocolError, ValueError) as error:
+                self.busy = isinstance(error, Refused) and error.code == "busy"
                 self._refuse(str(error))
                 pause = max(pause, REFUSED_PAUSE_S)
             except ControlError as error:
@@ -213,7 +225,10 @@ class Link:
             self._state.notify_all()
         if self._said != message:
             self._said = message
-            log.error("lmcache_shm: the cache stays off: %s", message)
+            level, until = (
+                (logging.WARNING, "is off for now") if self.busy else (logging.ERROR, "stays off")
+            )
+            log.log(level, "lmcache_shm: the cache %s: %s", until, message)
 
     def _say(self, message: str, *, warn: bool = False) -> None:
         """One line per change of state, however often it is tried."""

@@ -194,6 +194,10 @@ class Service:
             who = ", ".join(map(str, missing))
             message = f"waiting for rank {who} of {engine.world} to attach"
             return m.Registered(self.boot, arena_id, False, message)
+        facts = [engine.workers[rank].facts for rank in range(engine.world)]
+        if request.facts != m.facts_digest(facts):
+            message = "the descriptor does not hold the facts of the workers"
+            return m.Registered(self.boot, arena_id, False, message, facts=facts)
         slots = geometries(engine, request)
         specs = [
             group_spec(info, slot, request.name)

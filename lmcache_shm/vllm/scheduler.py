@@ -10,6 +10,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from vllm.v1.request import RequestStatus
+
 from lmcache_shm.client.admission import Parking
 from lmcache_shm.client.counts import Counts
 from lmcache_shm.client.in_flight import Settlement, StoreBook
@@ -20,17 +22,21 @@ from lmcache_shm.client.registration import Epoch
 from lmcache_shm.client.settler import Settler
 from lmcache_shm.protocol.keys import split
 from lmcache_shm.protocol.messages import KEY
-from lmcache_shm.vllm.metadata import RefusedStores, StepMetadata
+from lmcache_shm.vllm.adapters import KnownAdapters
+from lmcache_shm.vllm.metadata import StepMetadata, WorkerReport
 from lmcache_shm.vllm.planner import StorePlanner
 from lmcache_shm.vllm.requests import RequestState
 from lmcache_shm.vllm.start import Start
 
 log = logging.getLogger("lmcache_shm")
 
+NEVER = float("inf")
 NOTHING = (0, False)
 LATER = (None, False)
 SETTLE_S = 10.0
-"""A reset of the prefix cache, or the end, waits this long for stores that are underway."""
+"""A reset of the prefix cache, or the end, waits this long for copies that are underway."""
+_KEEP_BLOCKS = {RequestStatus.RUNNING, RequestStatus.WAITING_FOR_STREAMING_REQ}
+"""Who is in one of these states holds blocks also without us: they are in the way of any reset."""
 
 
 class SchedulerSide:
@@ -44,21 +50,28 @@ class SchedulerSide:
         self.settler = Settler(self.client, self.book, lambda: self.start.latest)
         self.planner = StorePlanner(self.book, self.counts)
         self.parking = Parking(start.vllm_config, start.groups, len(start.ignored))
+        self._manager: Any = None
         self.pool: Any = None
+        self.adapters = KnownAdapters(start.world)
         self._requests: dict[str, RequestState] = {}
-        self._loading = Loading(self.counts)
+        self._loading = Loading(self.book, self.counts)
         self._recomputing: set[str] = set()
         """Requests whose load failed, and that were not scheduled again since."""
-        self._clear_first = False
-        self._local_outdated = False  # vLLM's own cache may hold blocks from before a reset
+        # Rank → changes of its weights that it has reported.
+        self._counted: dict[int, int] = {}
+        self._weights_since = start.weights.since
+        self._dirty_since = NEVER  # the first step since vLLM's own cache was last empty
+        self._local_outdated = False  # it may hold blocks that other weights have computed
         self._null = 0
 
     # -------------------------------------------------------------------------------- requests
     def on_new_request(self, request: Any) -> RequestState:
         state = self._requests.get(request.request_id)
         if state is None or state.request is not request:
-            state = RequestState(request, speculative=self.start.speculative)
+            state = RequestState(request, self.adapters, speculative=self.start.speculative)
             self._requests[request.request_id] = state
+            if request.lora_request is not None:
+                self.adapters.seen(request.lora_request)
         return state
 
     def matched_tokens(self, request: Any, local_tokens: int) -> tuple[int | None, bool]:
@@ -74,9 +87,14 @@ class SchedulerSide:
             # where it belongs.
             state.passed_over = False
             return LATER
-        epoch = self._current()
+        epoch, lora = self._current(), request.lora_request
+        state.loading = False
         self._drop_states(state)
-        state.outdated = self._local_outdated and local_tokens > 0
+        state.since = time.monotonic()
+        foreign = lora is not None and self.adapters.foreign_blocks(lora)
+        state.outdated = local_tokens > 0 and (self._local_outdated or foreign)
+        if epoch is not None and lora is not None and self.adapters.awaited(lora):
+            return LATER
         if epoch is None or not state.enter(epoch):
             self._drop_hit(state)
             return NOTHING
@@ -141,6 +159,7 @@ class SchedulerSide:
         if external_tokens == 0:
             self._drop_hit(state)
             return
+        state.loading = True
         req_id, hit = request.request_id, state.hit
         held = hit.local_tokens if hit is not None else 0
         self.parking.enter(req_id, request.num_tokens, held + external_tokens, tables, self._null)
@@ -157,7 +176,7 @@ class SchedulerSide:
             self.book.give_back(hit.lease)
             self.doom(request, str(error))
             return
-        self._loading.begin(req_id, hit, slots)
+        self._loading.begin(req_id, hit, slots, state.adapter)
 
     def doom(self, request: Any, why: str) -> None:
         """This load cannot be done; vLLM waits for it."""
@@ -176,8 +195,11 @@ class SchedulerSide:
     # ------------------------------------------------------------------------------------ steps
     def build_metadata(self, output: Any) -> StepMetadata:
         """Plan this step's stores, settle what has ended, one round trip if anything is to be said."""
-        meta = StepMetadata()
+        self._notice()
+        meta = StepMetadata(weights=self._counted, question=self.adapters.question)
         self._loading.tell(meta)
+        if output.num_scheduled_tokens or len(self._loading):
+            self._dirty_since = min(self._dirty_since, time.monotonic())
         everybody = len(self._loading) == len(self._requests) > 0
         meta.waiting = everybody and not output.num_scheduled_tokens
         with self.survives("planning stores"):  # the loads go on their way in any case
@@ -240,22 +262,34 @@ class SchedulerSide:
         """What the workers report with a step: ended loads, stores that could not begin."""
         failed = connector_output.failed_recving or ()
         for req_id in connector_output.finished_recving or ():
-            hit = self._loading.ended(req_id)
+            hit, cancelled = self._loading.ended(req_id)
             if hit is not None:
                 self.book.give_back(hit.lease)
             state = self._requests.get(req_id)
             if req_id in failed:
                 self.counts.add("requests_recomputed")
                 self.client.count("load_failed")
-                if state is not None:
-                    state.no_external = state.passed_over = True
-                    self._recomputing.add(req_id)
             if state is None:
                 self.parking.leave(req_id)
-        refused = connector_output.kv_connector_worker_meta
-        if isinstance(refused, RefusedStores):
-            self.book.refuse(refused.ranks)
+            elif cancelled:
+                self._take_blocks(state)
+            elif req_id in failed:
+                state.start_anew()
+                self._recomputing.add(req_id)
+        report = connector_output.kv_connector_worker_meta
+        if isinstance(report, WorkerReport):
+            self.book.refuse(report.refused)
+            self._weights_changed(report.weights)
+            self._follow_adapters(self.adapters.take(report.adapters, report.answer))
         self.settler.wake()
+
+    def _follow_adapters(self, changed: set[int]) -> None:
+        """Another content is loaded under these ids: what was computed or looked up before is void."""
+        for state in self._requests.values() if changed else ():
+            lora = state.request.lora_request
+            if lora is not None and lora.lora_int_id in changed:
+                self._drop_hit(state)
+                state.void()
 
     def has_pending_block_frees(self) -> bool:
         """Whether waiting for copies helps more than preempting somebody. Releases what can be released."""
@@ -263,30 +297,45 @@ class SchedulerSide:
         return self._settle_now() or self.book.held_alone()
 
     def has_pending_work(self) -> bool:
-        """Whether the engine should go on stepping: copies are underway, or blocks wait to be released."""
-        return self.book.holding or self._loading.cancelling
+        """Whether the engine should go on stepping: copies are underway, or blocks wait to be released.
+
+        A paused engine that keeps its requests does not count them as work, but goes on until loads have ended:
+        they write into its blocks.
+        """
+        return self.book.holding or len(self._loading) > 0
 
     # ------------------------------------------------------------------------------------- cache
     def bind(self, manager: Any) -> None:
-        """Take references in this manager's block pool; let its reset wait for copies that are underway.
+        """Take references in this manager's block pool; let its reset find all of them given back.
 
         Before vLLM allocates blocks or counts free ones, those of ended copies are given back: so an idle
         engine needs no step for it, and nobody is preempted for blocks that nobody needs. Never *while* it
         allocates: it counts the blocks of a prefix that become unavailable, then the free ones, and a
         block that is freed in between would be available twice.
         """
-        self.pool = manager.block_pool
+        self._manager, self.pool = manager, manager.block_pool
         self._null = self.pool.null_block.block_id
         reset, count = manager.reset_prefix_cache, self.pool.get_num_free_blocks
         allocate = manager.allocate_slots
-        allocating = False
+        allocating = resetting = False
 
-        def reset_when_settled() -> bool:
-            self.wait_settled(SETTLE_S)
-            self._local_outdated = not reset()
-            return not self._local_outdated
+        def reset_when_released() -> bool:
+            nonlocal resetting
+            resetting = self._give_up_blocks() and self.start.alone
+            try:
+                emptied = bool(reset())
+            finally:
+                resetting = False
+            if emptied:
+                self._dirty_since, self._local_outdated = NEVER, False
+                self.adapters.local_cache_is_empty()
+            return emptied
 
         def count_when_released() -> int:
+            if resetting:
+                # What is in use now is freed by vLLM when a step that is underway has ended. It puts this
+                # off since we are there; nobody will find those blocks, and nobody gets them before.
+                return int(self.pool.num_gpu_blocks) - 1
             if not allocating:
                 self._release_blocks()
             return int(count())
@@ -300,37 +349,65 @@ class SchedulerSide:
             finally:
                 allocating = False
 
-        manager.reset_prefix_cache = reset_when_settled
+        manager.reset_prefix_cache = reset_when_released
         manager.allocate_slots = allocate_when_released
         self.pool.get_num_free_blocks = count_when_released
 
     def reset(self) -> bool:
-        """Forget the namespace (weights have changed); nothing computed before may be stored or served."""
-        self._loading.cancel()
-        for state in self._requests.values():
-            self._drop_hit(state)
-            state.outdated = True
-        epoch = self.start.latest
-        if epoch is not None:
-            for known in epoch.known:
-                known.clear()
-        self._clear_first = True
-        self._current()
-        if self._clear_first:
-            log.warning(
-                "lmcache_shm: the server cannot be told to forget now; nothing is used before it was"
-            )
+        """The weights may have changed: move to another namespace. Nothing computed before is stored or served."""
+        self.start.weights.reset()
+        self._notice()
         return True
 
-    def wait_settled(self, timeout_s: float) -> bool:
-        """Until no store is underway and all is committed; False when the time was too short."""
+    def _give_up_blocks(self) -> bool:
+        """Before a reset of the engine's cache: give back every block that is held because we are there.
+
+        These are blocks of stores, recurrent states whose tokens are not known yet, and prefixes that were
+        loaded for requests that do not run: those are computed from their beginning. False, and nothing is given
+        up, if others hold blocks: without us, too, there could be no reset.
+        """
+        managers = self._manager.coordinator.single_type_managers
+        holders = {r for m in managers for r, blocks in m.req_to_blocks.items() if blocks}
+        if not all(map(self._holds_for_us, holders)):
+            return False
+        if not self.wait_settled(SETTLE_S, loads=True):
+            return False
+        for state in self._requests.values():
+            self._drop_states(state)
+        for req_id in holders:
+            if req_id in self._requests:
+                self._take_blocks(self._requests[req_id])
+            else:  # it was aborted, and vLLM waits for the report of its load
+                self._manager.coordinator.free(req_id)
+        return True
+
+    def _holds_for_us(self, req_id: str) -> bool:
+        """Whether a request that holds blocks would hold none without us. Another connector's load is not ours."""
+        state = self._requests.get(req_id)
+        if state is None:
+            return req_id in self._loading
+        remote = state.request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
+        return state.request.status not in _KEEP_BLOCKS and (state.loading or not remote)
+
+    def _take_blocks(self, state: RequestState) -> None:
+        """A request that does not run, and into whose blocks nobody writes, begins anew without them."""
+        request = state.request
+        self._manager.free(request)
+        request.num_computed_tokens = 0
+        state.start_anew()
+        self.parking.leave(request.request_id)
+        self._recomputing.add(request.request_id)
+
+    def wait_settled(self, timeout_s: float, *, loads: bool = False) -> bool:
+        """Until no store (and, with `loads`, no load) is underway and all is committed; False when the time was
+        too short."""
         end = time.monotonic() + timeout_s
         while True:
             self._settle_now()
-            if not self.book.busy:
+            if not self.book.busy and not (loads and self.book.loading):
                 return True
             if time.monotonic() > end:
-                log.warning("lmcache_shm: stores are still underway after %.0f s", timeout_s)
+                log.warning("lmcache_shm: copies are still underway after %.0f s", timeout_s)
                 return False
             time.sleep(0.002)  # the engine is idle, or on its way down: it has asked to wait
 
@@ -343,13 +420,35 @@ class SchedulerSide:
 
     # ------------------------------------------------------------------------------------ inside
     def _current(self) -> Epoch | None:
-        """The epoch to work in; after a reset only once the server has forgotten, too."""
-        epoch = self.start.current()
-        if epoch is not None and self._clear_first:
-            if self.client.clear() is None:
-                return None
-            self._clear_first = False
-        return epoch
+        """The epoch to work in; it belongs to the weights in memory."""
+        self._notice()
+        return self.start.current()
+
+    def _notice(self) -> None:
+        """If the weights changed: cancel loads, and mark what was computed before as outdated."""
+        since = self.start.weights.since
+        if since != self._weights_since:
+            self._weights_since = since
+            self._outdate(since)
+
+    def _weights_changed(self, told: dict[int, tuple[int, float]]) -> None:
+        """Ranks reported changes of their weights: rank → (number, time of the last one)."""
+        if not told:
+            return
+        self._counted = self._counted | {rank: count for rank, (count, _) in told.items()}
+        if not self.start.weights.changed(max(at for _, at in told.values())):
+            # The engine has moved on since, so only the count was outdated: plan the refused stores again.
+            for state in self._requests.values():
+                state.epoch = None
+        self._notice()
+
+    def _outdate(self, at: float) -> None:
+        """The weights changed at `at`."""
+        self._loading.cancel()
+        self._local_outdated = self._local_outdated or self._dirty_since <= at
+        for state in self._requests.values():
+            self._drop_hit(state)
+            state.outdated = state.outdated or state.since <= at
 
     def _settle_now(self) -> bool:
         """Whether blocks were released."""

@@ -5,10 +5,10 @@ say so in time. If none is, the engine serves without a cache, and the client ke
 the background; an error then is one line in the log, and the cache stays off.
 """
 
+import hashlib
 import logging
-import threading
+import time
 from collections import deque
-from collections.abc import Sequence
 from typing import Any
 
 from lmcache_shm.client.autostart import AutostartError, ensure_server
@@ -16,17 +16,21 @@ from lmcache_shm.client.client import CacheClient
 from lmcache_shm.client.groups import ModelError
 from lmcache_shm.client.plan import CachePlan, chosen_chunk_size, make_plan
 from lmcache_shm.client.registration import Epoch
+from lmcache_shm.client.weights import PRIVATE, Weights, private
 from lmcache_shm.config import Config
 from lmcache_shm.protocol.messages import GroupInfo, HelloReply, Register, Registered
 from lmcache_shm.protocol.rules import rule_words
-from lmcache_shm.vllm.describe import descriptor
+from lmcache_shm.vllm.describe import descriptor, loaded_weights
 from lmcache_shm.vllm.groups import check_recurrent, kv_groups
+from lmcache_shm.vllm.hooks import watch_engine
 from lmcache_shm.vllm.layouts import WorkerFacts
 
 log = logging.getLogger("lmcache_shm")
 
 HELLO_S = 2.0
 """A server whose socket is there has this long to answer at engine start."""
+IDENTIFIED_S = 2.0
+"""The engine start waits this long for the fingerprint of the weights; reading all of them may take minutes."""
 READY_S = 10.0
 """And this long, once it has answered and all workers are up, to register the engine."""
 
@@ -34,8 +38,12 @@ READY_S = 10.0
 class Start:
     """Scheduler side of the connection. `current()` gives the epoch to work in, or None: no cache now."""
 
-    def __init__(self, vllm_config: Any, kv_cache_config: Any, config: Config) -> None:
-        """Raises ModelError when this model cannot be cached as it is started, whatever the server says."""
+    def __init__(
+        self, vllm_config: Any, kv_cache_config: Any, config: Config, *, alone: bool = True
+    ) -> None:
+        """`alone`: there is no other connector. Raises ModelError when this model cannot be cached as it is
+        started, whatever the server says."""
+        self.alone = alone
         self.vllm_config = vllm_config
         self.kv_cache_config = kv_cache_config
         self.config = config
@@ -45,8 +53,11 @@ class Start:
         self.groups, self.ignored = kv_groups(kv_cache_config, dcp)
         self._notes = check_recurrent(vllm_config, self.groups, config.mamba_steps)
         self.client = CacheClient(config, engine_id(vllm_config), self._register, self._registered)
-        self._workers: list[WorkerFacts] = []
-        self._workers_known = threading.Event()
+        self.weights = Weights(
+            str(vllm_config.instance_id), config.weight_version, lambda: loaded_weights(vllm_config)
+        )
+        self._registering = ""  # the weights that the registration underway is for
+        self._waited = False
         self._plan: CachePlan | None = None
         self._descriptor = b""
         self._coming: deque[Epoch] = deque()
@@ -61,6 +72,8 @@ class Start:
 
     def open(self) -> None:
         """Begin to look for a server. Raises ModelError if one answers in time and does not suit the model."""
+        watch_engine()
+        self.weights.find()
         if self.config.autostart_gb:
             try:
                 ensure_server(self.config)
@@ -75,30 +88,45 @@ class Start:
                 self.client.close()
                 raise
 
-    def set_workers(self, workers: Sequence[WorkerFacts]) -> None:
-        """All workers are up (none: the executor does not tell). Raises ModelError if the server refuses.
+    def workers_are_up(self) -> None:
+        """Wait for the registration if a server has answered: what comes first shall find the cache on.
 
-        Waits for the registration if a server has answered: what comes first shall find the cache on.
+        Raises ModelError if the server will never have this engine as it is. One that it will not have now serves
+        without the cache until it will.
         """
-        if self._workers_known.is_set():
+        if self._waited or self.client.hello is None:
             return
-        self._workers = sorted(workers, key=lambda w: w.rank)
-        self._workers_known.set()
-        if workers and self.client.hello is not None:
-            self.client.wait(READY_S)
-            if self.client.refusal is not None:
-                self.client.close()
-                raise ModelError(
-                    f"the lmcache-shm server does not take this engine: {self.client.refusal}"
-                )
+        self._waited = True
+        if not self.weights.wait(IDENTIFIED_S):
+            return
+        self.client.wait(READY_S)
+        if self.client.refusal is not None and not self.client.busy:
+            self.client.close()
+            raise ModelError(
+                f"the lmcache-shm server does not take this engine: {self.client.refusal}"
+            )
 
     def current(self) -> Epoch | None:
         """The epoch of the connection in use; None while there is none. Scheduler thread only."""
-        if not self._workers_known.is_set():
-            self.set_workers([])
         while self._coming:
             self._epoch = self._coming.popleft()
-        return self._epoch if self.client.up else None
+        epoch = self._epoch if self.client.up else None
+        if epoch is not None and epoch.weights != self.weights.identity:
+            return self._move(epoch)
+        return epoch
+
+    def _move(self, epoch: Epoch) -> Epoch | None:
+        """Register for the namespace of the weights that are in memory now. Waits at most the deadline of a look-up;
+        None if that was too short."""
+        end = time.monotonic() + self.config.deadline_ms / 1e3
+        if epoch.weights.startswith(PRIVATE):
+            self.client.clear()  # no other engine can have the token
+        self.client.renew()
+        self.client.wait(max(end - time.monotonic(), 0))
+        while self._coming:
+            self._epoch = self._coming.popleft()
+        current = self._epoch if self.client.up else None
+        return current if current and current.weights == self.weights.identity else None
 
     def plan_for(self, hello: HelloReply) -> CachePlan:
         """The plan under this server's options. Raises ModelError."""
@@ -108,9 +136,13 @@ class Start:
     # ------------------------------------------------------------------ in the client's thread
     def _register(self, hello: HelloReply) -> Register:
         plan = self.plan_for(hello)
-        self._workers_known.wait()
+        workers = [WorkerFacts.decode(told) for told in self.client.facts]
+        self.weights.wait()
         self._plan = plan
-        self._descriptor = descriptor(self.vllm_config, self.kv_cache_config, plan, self._workers)
+        self._registering = self.weights.identity or private()
+        self._descriptor = descriptor(
+            self.vllm_config, self.kv_cache_config, plan, workers, self._registering
+        )
         return Register(
             engine_id=self.client.engine_id,
             world=self.world,
@@ -126,7 +158,14 @@ class Start:
         if arena is None or plan is None:
             raise ValueError("registered without an arena")
         self.latest = Epoch.of(
-            registered, hello, arena, plan, self._descriptor, self.world, self.replicas
+            registered,
+            hello,
+            arena,
+            plan,
+            self._descriptor,
+            self.world,
+            self.replicas,
+            self._registering,
         )
         self._coming.append(self.latest)
         if self._logged != plan:
@@ -140,7 +179,9 @@ class Start:
                 log.info("lmcache_shm: %s", line)
 
     def close(self) -> None:
-        self._workers_known.set()
+        self.weights.close()
+        if self._epoch is not None and self._epoch.weights.startswith(PRIVATE):
+            self.client.clear()  # as in `_move`
         self.client.close()
 
 
@@ -160,8 +201,15 @@ def group_info(plan: CachePlan, index: int) -> GroupInfo:
 
 
 def engine_id(vllm_config: Any) -> str:
-    """The same in the scheduler and all workers of one engine, and in no other."""
-    return str(vllm_config.kv_transfer_config.engine_id)
+    """The same in the scheduler and all workers of one engine, and in no other; at most 256 bytes.
+
+    The id that an engine was given may still be held by one that lives on though its API server is gone. So this
+    run's own number is part of it, which vLLM hands to the workers with the configuration.
+    """
+    given = str(vllm_config.kv_transfer_config.engine_id)
+    run = f"{given} {vllm_config.instance_id}".encode(errors="replace")
+    shown = given.encode(errors="replace")[:240].decode(errors="ignore")
+    return f"{shown}-{hashlib.blake2b(run, digest_size=4).hexdigest()}"
 
 
 def world_size(vllm_config: Any) -> int:

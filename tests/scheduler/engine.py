@@ -1,5 +1,6 @@
 """vLLM's real scheduler in a loop like EngineCore's, with simulated workers and an oracle."""
 
+import hashlib
 import random
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -12,6 +13,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.request import Request, RequestStatus
@@ -29,7 +31,10 @@ init_none_hash(sha256)
 def _feature(image: str) -> MultiModalFeatureSpec:
     """Something of 16 tokens at the beginning of a prompt."""
     return MultiModalFeatureSpec(
-        data=None, modality="image", identifier=image, mm_position=PlaceholderRange(0, 16)
+        data=None,
+        modality="image",
+        identifier=hashlib.sha256(image.encode()).hexdigest(),
+        mm_position=PlaceholderRange(0, 16),
     )
 
 
@@ -40,6 +45,8 @@ class Asked:
     prompt: list[int]
     max_tokens: int
     identity: Identity
+    adapter: str | None = None
+    """The content of its adapter."""
     request: Request | None = None
     output: list[int] = field(default_factory=list)
     finish: str = ""
@@ -62,6 +69,7 @@ class Engine:
         self.resumed = 0
         self.schedules = 0
         self._ids = 0
+        self._adapters: dict[str, int] = {}
         self._cache = cache
         self.scheduler: Any = None
         self.config = families.vllm_config(
@@ -107,9 +115,10 @@ class Engine:
         """A request arrives; its id. `image`: the prompt begins with one; `session`: more input may follow."""
         req_id = f"r{self._ids}"
         self._ids += 1
-        who = f"{adapter} sees {image}" if image else adapter
-        self.asked[req_id] = Asked(list(prompt), max_tokens, (salt, who))
-        lora = LoRARequest(adapter, 1 + len(adapter), f"/adapters/{adapter}") if adapter else None
+        lora = self._lora(adapter) if adapter else None
+        content = self.workers.adapters[lora.lora_int_id] if lora else None
+        who = f"{content} sees {image}" if image else content
+        self.asked[req_id] = Asked(list(prompt), max_tokens, (salt, who), content)
         request = Request(
             req_id,
             list(prompt),
@@ -127,6 +136,17 @@ class Engine:
         self.asked[req_id].request = request
         self.scheduler.add_request(request)
         return req_id
+
+    def load_adapter(self, name: str, content: str) -> None:
+        """VLLM's add_lora, in place if it is loaded. What is running must have ended."""
+        number = self._adapters.setdefault(name, 1 + len(self._adapters))
+        self.oracle.note(f"load adapter {name}: {content}")
+        self.workers.load_adapter(number, content)
+
+    def _lora(self, name: str) -> LoRARequest:
+        if name not in self._adapters:
+            self.load_adapter(name, name)
+        return LoRARequest(name, self._adapters[name], f"/adapters/{name}")
 
     def say_more(self, req_id: str, tokens: Sequence[int], max_tokens: int) -> None:
         """The next input of a session; vLLM forgets the last token that it said, which it has not computed."""
@@ -246,6 +266,66 @@ class Engine:
             if idle > 200 and self.unfinished():
                 break
         self.oracle.fail("stuck", f"requests do not end: {self.state()}")
+
+    # ---------------------------------------------------------------------------- resets, pauses
+    def reset(self, *, running: bool = False, external: bool = False) -> bool:
+        """POST /reset_prefix_cache. With `running` it must succeed: without a cache it would."""
+        self.oracle.note(
+            f"reset_prefix_cache running={running} external={external}: {self.state()}"
+        )
+        if self._cache:
+            self._cache.before_reset()
+        done: bool = self.scheduler.reset_prefix_cache(running, external)
+        if self._cache:
+            self._cache.after_reset(done=done, external=external)
+        pool = self.oracle.pool
+        if done and (left := [b.block_id for b in pool.blocks if b.block_hash is not None]):
+            self.oracle.fail("reset", f"blocks {left[:10]} can still be found")
+        if running and not done:
+            self.oracle.fail("reset", f"it was refused: {self.state()}")
+        return done
+
+    @property
+    def between_steps(self) -> bool:
+        """Whether EngineCore would listen now: a synchronous one does not while a step is under way."""
+        return self.setup.asynchronous or not self.queue
+
+    def pause(
+        self,
+        mode: str = "abort",
+        between: Callable[[], None] = lambda: None,
+        *,
+        clear: bool = True,
+        limit: int = 5000,
+    ) -> None:
+        """POST /pause as EngineCoreProc does it: it comes back when nothing is to be done any more.
+
+        Sleep is this with `clear`, and then the KV cache's memory goes.
+        """
+        self.oracle.note(f"pause {mode} clear={clear}")
+        if mode == "abort":
+            for req_id in self.unfinished():
+                self.abort(req_id)
+        state = PauseState.PAUSED_ALL if mode == "keep" else PauseState.PAUSED_NEW
+        self.scheduler.set_pause_state(state)
+        for _ in range(limit):
+            if not (self.queue or self.scheduler.has_requests()):
+                break
+            self.turn(between)
+        else:
+            self.oracle.fail("stuck", f"it does not come to rest: {self.state()}")
+        if clear:
+            self.reset(running=True, external=True)
+            self.poison()
+
+    def resume(self) -> None:
+        self.oracle.note("resume")
+        self.scheduler.set_pause_state(PauseState.UNPAUSED)
+
+    def poison(self) -> None:
+        """The KV cache's memory is given away while the engine sleeps: nothing in it can be used any more."""
+        for rank in self.workers.ranks:
+            rank.poison(range(self.oracle.pool.num_gpu_blocks))
 
     def state(self) -> str:
         """Where everything is, for people."""

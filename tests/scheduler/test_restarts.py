@@ -12,16 +12,17 @@ from tests.scheduler.late import Pace
 
 # ------------------------------------------------------------------------------------- resets, restarts
 def test_a_reset_of_the_engines_cache_leaves_the_arena_alone(instance: str) -> None:
-    """And one with reset_external empties it: nothing is found, also by requests that were looked up before."""
+    """And so does one with reset_external; but the engine finds nothing of it any more, since its weights are others."""
     with Lab("full", instance) as lab:
         prompt = lab.prompt(4 * lab.chunk + 1)
         lab.ask(prompt)
         lab.wipe()
         assert 4 * lab.chunk == lab.ask(prompt).external_tokens
+        before = lab.cache.stored()
         assert lab.scheduler.reset_prefix_cache(False, True)
 
-        assert {} == lab.cache.stored()
         assert 0 == lab.ask(prompt).external_tokens
+        assert before.keys() < lab.cache.stored().keys()
 
 
 @pytest.mark.parametrize("family", ["full", "gdn"])
@@ -122,6 +123,21 @@ def test_an_engine_that_starts_anew_finds_what_the_last_one_stored(instance: str
         known = first.cache.known
         with Lab("gdn", instance, server=first.server, engine_id="next", known=known) as second:
             assert 4 * second.chunk == second.ask(prompt).external_tokens
+
+
+@pytest.mark.parametrize("family", ["full", "windows_tp2"])
+def test_engines_of_one_id_do_not_take_each_others_place(family: str, instance: str) -> None:
+    """The id that a user gives an engine may still be held by an orphan: both are served, each with its own ranks."""
+    with Lab(family, instance, engine_id="same") as orphan:
+        known = orphan.cache.known
+        with Lab(family, instance, server=orphan.server, engine_id="same", known=known) as lab:
+            ids = [engine.engine_id for engine in lab.server.service.engines]
+            assert 2 == len(set(ids))
+            assert all(engine_id.startswith("same-") for engine_id in ids)
+            prompt = lab.prompt(4 * lab.chunk + 1)
+            orphan.ask(prompt)
+            assert 4 * lab.chunk == lab.ask(prompt).external_tokens
+            assert orphan.cache.side.start.client.up
 
 
 # ------------------------------------------------------------------------------------- figures

@@ -1,7 +1,6 @@
 """The namespace: equal facts give equal bytes, and any difference gives another namespace."""
 
 import json
-import os
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,13 +9,18 @@ from typing import Any
 import pytest
 import torch
 
+from lmcache_shm.arena.layout import ENGINE_ID_BYTES
+from lmcache_shm.client.fingerprint import Unidentified
 from lmcache_shm.client.plan import make_plan
 from lmcache_shm.protocol.keys import describe
-from lmcache_shm.vllm.describe import descriptor, facts, identity_of
+from lmcache_shm.vllm.describe import descriptor, facts, loaded_weights
 from lmcache_shm.vllm.groups import kv_groups
 from lmcache_shm.vllm.layouts import WorkerFacts
+from lmcache_shm.vllm.start import engine_id
 
 from .worlds import config, full, window
+
+COMMIT = "0123456789abcdef" * 2 + "01234567"
 
 
 class HfConfig:
@@ -31,7 +35,7 @@ def engine(**changes: Any) -> Any:
     """A VllmConfig as far as it tells namespaces apart; `changes` are "section.name": value."""
     sections: dict[str, Any] = {
         "model_config": {
-            "model": "org/model", "revision": "abc", "dtype": torch.bfloat16, "quantization": None,
+            "model": "org/model", "revision": COMMIT, "dtype": torch.bfloat16, "quantization": None,
             "hf_config": HfConfig(), "max_model_len": 4096, "seed": 0,
         },
         "cache_config": {"cache_dtype": "auto", "mamba_cache_mode": "none", "kv_cache_layout": "LBHNC"},
@@ -45,11 +49,14 @@ def engine(**changes: Any) -> Any:
         section, name = path.split("__")
         sections[section][name] = value
     built = {name: SimpleNamespace(**values) for name, values in sections.items()}
-    return SimpleNamespace(**built, speculative_config=None)
+    return SimpleNamespace(**built, speculative_config=None, lora_config=None)
 
 
 def worker(**groups: Any) -> WorkerFacts:
-    entry = {"layers": 2, "pages": "x", "backends": ["CPU_ATTN"], "kernel_blocks": [32], **groups}
+    entry = {
+        "layers": 2, "pages": "x", "backends": ["CPU_ATTN"], "dtypes": [], "scales": "", "kernel_blocks": [32],
+        **groups,
+    }  # fmt: skip
     return WorkerFacts(0, 1, "cpu", {"0": entry})
 
 
@@ -58,7 +65,9 @@ def namespace(
 ) -> bytes:
     kv = config(*(specs or (full(),)), kv_tp_replicas=replicas, kv_cache_layout="LBHNC")
     plan = make_plan(kv_groups(kv)[0], chunk_size=chunk)
-    return descriptor(vllm_config or engine(), kv, plan, [worker()] if workers is None else workers)
+    config_ = vllm_config or engine()
+    ranks = [worker()] if workers is None else workers
+    return descriptor(config_, kv, plan, ranks, loaded_weights(config_))
 
 
 def test_equal_facts_give_equal_bytes() -> None:
@@ -70,7 +79,7 @@ def test_equal_facts_give_equal_bytes() -> None:
     "change",
     [
         {"model_config__model": "org/other"},
-        {"model_config__revision": "def"},
+        {"model_config__revision": COMMIT[::-1]},
         {"model_config__dtype": torch.float16},
         {"model_config__quantization": "fp8"},
         {"model_config__hf_config": HfConfig(rope_theta=5e5)},
@@ -102,6 +111,12 @@ def test_other_caches_are_other_namespaces() -> None:
         namespace(workers=[worker(backends=["FLASH_ATTN"])]),
         namespace(workers=[worker(kernel_blocks=[16])]),
         namespace(workers=[replace(worker(), device="cuda")]),
+        namespace(
+            workers=[replace(worker(), environment={"VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT": "True"})]
+        ),
+        namespace(workers=[worker(dtypes=["fp8_e4m3"])]),
+        namespace(workers=[worker(dtypes=["fp8_e5m2"])]),
+        namespace(workers=[worker(scales="other")]),
         namespace(workers=[]),
     ]
 
@@ -142,60 +157,150 @@ def test_the_longest_sequence_counts_only_where_angles_depend_on_it() -> None:
     assert at(4096, long) != at(8192, long)
 
 
-def test_a_draft_model_is_part_of_it() -> None:
-    speculating = engine()
-    draft = SimpleNamespace(model="org/draft", revision="r", hf_config=HfConfig(), seed=0)
-    speculating.speculative_config = SimpleNamespace(
-        method="eagle", draft_model_config=draft, num_speculative_tokens=3
-    )
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"text_config": {"rope_parameters": {"rope_type": "longrope"}}},
+        {"rope_parameters": {"full_attention": {"rope_type": "dynamic"}}},
+        {"rope_scaling": {"type": "su"}},
+    ],
+    ids=str,
+)
+def test_the_longest_sequence_counts_wherever_the_rotary_embedding_stands(config: Any) -> None:
+    """In the text model inside a multimodal one; in parameters by kind of layer."""
+    engines = [
+        engine(model_config__hf_config=HfConfig(**config), model_config__max_model_len=length)
+        for length in (4096, 8192)
+    ]
 
-    assert namespace(speculating) != namespace()
+    assert namespace(engines[0]) != namespace(engines[1])
+
+
+def speculating(**changes: Any) -> Any:
+    draft = {
+        "model": "org/draft", "revision": COMMIT, "hf_config": HfConfig(), "seed": 0, "dtype": torch.bfloat16,
+        "quantization": None,
+    }  # fmt: skip
+    found = engine()
+    found.speculative_config = SimpleNamespace(
+        method="eagle", num_speculative_tokens=3, draft_load_config=changes.pop("load", None),
+        draft_model_config=SimpleNamespace(**{**draft, **changes}),
+    )  # fmt: skip
+    return found
+
+
+def test_a_draft_model_is_part_of_it_with_all_that_it_computes_with() -> None:
+    """Its layers' KV is stored, too."""
+    seen = [
+        namespace(),
+        namespace(speculating()),
+        namespace(speculating(dtype=torch.float16)),
+        namespace(speculating(quantization="fp8")),
+        namespace(speculating(load=SimpleNamespace(load_format="dummy"))),
+    ]
+
+    assert len(set(seen)) == len(seen)
+
+
+def test_the_type_of_the_cache_is_the_one_that_the_workers_have_made_of_it() -> None:
+    """A checkpoint, or an attention backend, has it changed in the workers' copy of the configuration; only where
+    scheduler and worker are one process does the scheduler's change with it."""
+    changed = [worker(dtypes=["fp8"])]
+    apart = namespace(engine(cache_config__cache_dtype="auto"), workers=changed)
+    together = namespace(engine(cache_config__cache_dtype="fp8"), workers=changed)
+
+    assert apart == together
+    assert json.loads(apart)["kv_cache"]["dtype"] == "fp8"
+    assert apart != namespace(engine(cache_config__cache_dtype="auto"))
+
+
+def test_which_layers_a_group_has_counts() -> None:
+    """--kv-cache-dtype-skip-layers 3, or 4: the same groups with the same pages, of other layers."""
+    kv = config(full(), full(64), kv_cache_layout="LBHNC")
+    plan = make_plan(kv_groups(kv)[0], chunk_size=128)
+    before = descriptor(engine(), kv, plan, [worker()], "weights")
+    for group in kv.kv_cache_groups:
+        group.layer_names = [f"other.{name}" for name in group.layer_names]
+
+    assert descriptor(engine(), kv, plan, [worker()], "weights") != before
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"model_config__quantization_config": {"linear": "fp8"}},
+        {"model_config__model_impl": "transformers"},
+        {"model_config__code_revision": "abc"},
+        {"load_config__model_loader_extra_config": {"tensorizer_uri": "/weights"}},
+        {
+            "model_config__multimodal_config": SimpleNamespace(
+                mm_processor_kwargs={"num_crops": 4}, media_io_kwargs={}
+            )
+        },
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_options_that_change_values_count(change: dict[str, Any]) -> None:
+    assert namespace(engine(**change)) != namespace()
 
 
 def test_drafts_without_a_model_change_no_bytes() -> None:
     """VLLM names the model itself as the one that drafts."""
-    speculating = engine()
-    speculating.speculative_config = SimpleNamespace(
-        method="ngram", draft_model_config=speculating.model_config, num_speculative_tokens=3
+    itself = engine()
+    itself.speculative_config = SimpleNamespace(
+        method="ngram", draft_model_config=itself.model_config, num_speculative_tokens=3
     )
 
-    assert namespace(speculating) == namespace()
+    assert namespace(itself) == namespace()
 
 
 # ------------------------------------------------------------------------------------ the weights
-def test_a_directory_is_its_path_and_its_files(tmp_path: Path) -> None:
-    weights = tmp_path / "model.safetensors"
-    weights.write_bytes(b"123")
-    first = identity_of(str(tmp_path), None)
-
-    assert first == identity_of(f"{tmp_path}/", None)
-    assert str(tmp_path.resolve()) in first
-    os.utime(weights, ns=(5, 5))
-    assert identity_of(str(tmp_path), None) != first, "weights saved over older ones are others"
-
-
-def test_a_local_copy_of_a_repository_is_its_name_and_commit(tmp_path: Path) -> None:
-    commit = "0123456789abcdef" * 2 + "01234567"
-    snapshot = tmp_path / "models--org--model" / "snapshots" / commit
-    snapshot.mkdir(parents=True)
-
-    assert identity_of(str(snapshot), None) == f"org/model@{commit}"
+def test_weights_that_may_come_from_anywhere_have_no_identity() -> None:
+    """Another loader, or an object store whose content can change under its name."""
+    with pytest.raises(Unidentified, match="tensorizer"):
+        loaded_weights(engine(load_config__load_format="tensorizer"))
+    streamed = engine(load_config__load_format="runai_streamer")
+    streamed.model_config.model_weights = "s3://bucket/model"
+    with pytest.raises(Unidentified):
+        loaded_weights(streamed)
 
 
-def test_a_repository_without_a_local_copy_is_its_revision(
+def test_a_repository_is_its_commit_not_its_branch(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    """A branch moves on."""
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(Unidentified, match="commit"):
+        loaded_weights(engine(model_config__revision="main"))
+    config_ = HfConfig()
+    config_._commit_hash = COMMIT
+    named = engine(model_config__revision="main", model_config__hf_config=config_)
 
-    assert identity_of("org/model-that-is-not-here", "v2") == "org/model-that-is-not-here@v2"
-    assert identity_of("org/model-that-is-not-here", None) == "org/model-that-is-not-here@main"
+    assert f"org/model@{COMMIT}" == loaded_weights(named)
+    named.model_config.hf_config_path = "org/configurations"
+    with pytest.raises(Unidentified, match="commit"):
+        loaded_weights(named)
 
 
 def test_the_tree_has_names_that_people_can_compare() -> None:
     kv = config(full(), window(64))
     plan = make_plan(kv_groups(kv)[0], chunk_size=128)
-    tree = facts(engine(), kv, plan, [worker()])
+    tree = facts(engine(), kv, plan, [worker()], "weights")
 
     assert tree["groups"]["1"]["rule"] == "window"
     assert tree["groups"]["1"]["tokens"] == 64
     assert tree["kv_cache"]["chunk_size"] == 128
+
+
+# ------------------------------------------------------------------------------ an engine's id
+@pytest.mark.parametrize("given", ["short", "x" * 400, "ü" * 200, "\udcff"])
+def test_an_engines_id_is_of_one_run_and_fits(given: str) -> None:
+    """The same in all processes of a run, another in the next run and for another id; never too long."""
+
+    def run(name: str, number: str) -> str:
+        transfer = SimpleNamespace(engine_id=name)
+        return engine_id(SimpleNamespace(kv_transfer_config=transfer, instance_id=number))
+
+    assert run(given, "1") == run(given, "1")
+    assert 3 == len({run(given, "1"), run(given, "2"), run(given + "_dp1", "1")})
+    assert len(run(given, "1").encode()) <= ENGINE_ID_BYTES
