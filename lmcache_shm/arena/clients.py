@@ -1,6 +1,6 @@
-"""The client table: which worker processes may still write into which reserved slots.
+"""The client table: the processes of each engine that may still write into its reserved slots.
 
-It outlives the server, so that a restarted one knows whose half-written slots must stay quarantined.
+It outlives the server, so that the next one keeps half-written slots of living processes in quarantine.
 """
 
 from dataclasses import dataclass, field

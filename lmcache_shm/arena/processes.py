@@ -1,8 +1,8 @@
-"""Who is at the other end of a socket, and is that very process still there? (pids are reused)
+"""Processes: the peer of a socket, and whether that very process still runs (pids are reused).
 
-A process in a pid namespace that we cannot look into (a container beside ours) is out of sight: its pid
-reads as 0. From Linux 6.5 its socket still gives a pidfd, which tells when it has ended, but nothing tells
-whether it is stopped. On older kernels nothing is known of it.
+A process in a pid namespace that we cannot see (a container beside ours) has pid 0 for us. From Linux 6.5 its
+socket still gives a pidfd, which shows its end, but nothing shows whether it is stopped. On older kernels neither
+can be seen.
 """
 
 import itertools
@@ -25,7 +25,7 @@ def peer_credentials(sock: socket.socket) -> tuple[int, int]:
 
 def stat(pid: int) -> tuple[str, int]:
     """(state letter, start time in clock ticks since boot) from /proc; ("", 0) when there is none, ("?", 0)
-    when it cannot be read (no file descriptor): then nothing is known of it."""
+    when it cannot be read (no file descriptor)."""
     try:
         line = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
     except (FileNotFoundError, ProcessLookupError):
@@ -77,7 +77,7 @@ class Process:
 
     @property
     def unwatchable(self) -> bool:
-        """Whether nothing will ever tell that it has ended."""
+        """Whether its end cannot be seen."""
         return self.pid <= 0 and self._pidfd < 0
 
     @classmethod
@@ -92,14 +92,14 @@ class Process:
 
     @classmethod
     def of_record(cls, pid: int, start: int) -> "Process":
-        """A process that an earlier server wrote down."""
+        """A process in the client table of an earlier server."""
         process = cls(pid, start, _open(pid))
         if not process.alive():
             process.close()
         return process
 
     def alive(self) -> bool:
-        """False once it has ended, so that nothing of it can write any more. Out of sight counts as alive."""
+        """False once it has ended and cannot write any more. One that cannot be seen counts as alive."""
         if self._pidfd >= 0:
             poll = select.poll()
             poll.register(self._pidfd, select.POLLIN)
@@ -117,7 +117,7 @@ class Process:
     def running(self) -> bool:
         """Alive and not stopped (SIGSTOP, debugger): its copies are making progress or are over.
 
-        Out of sight it may be stopped. If its end will be seen, we wait for that; else it counts as running.
+        One that cannot be seen may be stopped. If its end can be seen, wait for that; else it counts as running.
         """
         if not self.alive():
             return False

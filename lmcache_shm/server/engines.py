@@ -31,7 +31,7 @@ log = logging.getLogger("lmcache_shm")
 
 MAX_GROUPS = 64
 MAX_FACTS = 64 << 10
-"""Bytes that a worker may say of itself."""
+"""Bytes of a worker's facts."""
 SCHEDULER = -1
 """The scheduler's rank in the client table."""
 
@@ -52,8 +52,7 @@ class Session:
         self.process = process
         self.role = ""  # until Hello
         self.engine_id = ""
-        self.info: dict[str, str | int | float | bool] = {}
-        self.opened = self.last_activity = time.monotonic()
+        self.last_activity = time.monotonic()
         self.engine: Engine | None = None
         # Set when an engine registers.
         self.namespace = -1

@@ -73,7 +73,7 @@ class Service:
         return session
 
     def close_session(self, session: Session) -> None:
-        """Its connection has ended: unpin what it read, quarantine what may still be written."""
+        """Its connection has ended: unpin the rows it read, quarantine those that may still be written."""
         self.sessions.pop(session.number, None)
         if session.engine is not None:
             self.note(f"{session.title} left")
@@ -150,9 +150,6 @@ class Service:
             raise Denied("limit", "a greeting of that length")
         session.role = request.role
         session.engine_id = request.engine_id
-        session.info = {
-            k[:64]: v[:256] if isinstance(v, str) else v for k, v in request.info.items()
-        }
         arena = self.arena
         return m.HelloReply(
             self.boot, m.PROTOCOL, bytes(arena.arena_id), self.config.instance, arena.data_name,

@@ -244,7 +244,7 @@ class Server:
         if not peer.outbox:
             body = peer.next_frame(now)
             if body is not None:
-                peer.last_activity = session.last_activity = now
+                session.last_activity = now
                 self._reply(peer, self.service.handle(session, decode_request(body)), now)
                 if session.hang_up:
                     self._drop(fd, "")

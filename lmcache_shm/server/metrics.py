@@ -49,7 +49,7 @@ def _gauge(name: str, text: str, value: float) -> GaugeMetricFamily:
 
 def _server(server: Mapping[str, Any]) -> Iterator[Metric]:
     about = {name: str(server[name]) for name in ("version", "chunk_size", "checksum", "separate")}
-    about["cache"] = server["instance"]  # "instance" is what Prometheus calls the scraped address
+    about["cache"] = server["instance"]  # Prometheus calls the scraped address "instance"
     yield InfoMetricFamily(PREFIX + "server", "The server and its settings", value=about)
     yield _gauge(
         "start_time_seconds", "When the server started, in seconds since 1970", server["started_at"]

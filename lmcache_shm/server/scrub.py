@@ -1,10 +1,9 @@
-"""The scrub of `--checksum verify`: compare what lies in the arena with its checksums while nothing else is to do.
+"""The scrub of `--checksum verify`: compare stored slots with their checksums while the server is idle.
 
 It goes round the slot table for ever, in the server's thread, a piece at a time: at each tick until RUN_S
-have passed or somebody wants something. Slots are judged only where it is known that checksums were
-written, and by which layout (`checks` in the slot table, set at commit): not those that were committed under
-`--checksum off`, nor those of an earlier server whose layout is not written down with their namespace,
-before an engine with that layout registers again.
+have passed or a request arrives. Only slots are checked whose checksums were written, by a known layout (`checks`
+in the slot table, set at commit): not those committed under `--checksum off`, nor those of an earlier server whose
+layout is not stored with their namespace, before an engine with that layout registers again.
 """
 
 import logging
@@ -22,11 +21,11 @@ from lmcache_shm.server.catalog.catalog import Catalog
 from lmcache_shm.server.stats import EventLog
 
 RUN_S = 0.002
-"""Longest time of one tick, give or take a piece."""
+"""Longest time of one run, give or take a piece."""
 PIECE = 1 << 20
-"""Bytes hashed between two looks at whether somebody waits: about 0.1 ms."""
+"""Bytes hashed before looking for requests again: about 0.1 ms."""
 ROWS = 4096
-"""Rows looked through at once, for the same reason."""
+"""Rows searched at once, for the same reason."""
 MAX_LAYOUTS = 4096
 """Layouts remembered; beyond it the earliest is forgotten."""
 
@@ -48,7 +47,7 @@ class Scrub:
                 self.learn(group.spec.info.get("checked", ()))
 
     def learn(self, checked: Sequence[Checked]) -> None:
-        """Slots of this layout can be judged from now on."""
+        """Check slots of this layout from now on."""
         number = checks_number(checked)
         if number not in self._layouts and len(self._layouts) >= MAX_LAYOUTS:
             del self._layouts[next(iter(self._layouts))]
@@ -78,7 +77,7 @@ class Scrub:
         return rows
 
     def _slot(self, row: int) -> Iterator[bool]:
-        """Hash one slot and judge it, unless it changes hands meanwhile (which it can only between pieces)."""
+        """Compare one slot with its checksums, unless it changes hands meanwhile (between two pieces)."""
         data, generation = self._arena.data_array, int(self._arena.hot["generation"][row])
         checked = self._layouts.get(int(self._arena.cold["checks"][row]))
         if checked is None or not self._is_still(row, generation):

@@ -282,12 +282,8 @@ class Catalog:
 
     @property
     def tick(self) -> int:
-        """The use counter: the highest tick that a slot has."""
+        """The LRU clock: the highest tick that a slot has."""
         return self._slots.tick
-
-    @property
-    def misses(self) -> dict[str, int]:
-        return dict(self._lookup.misses)
 
 
 def _rows(rows: Iterable[int]) -> Rows:

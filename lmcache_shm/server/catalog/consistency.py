@@ -23,14 +23,14 @@ def recover(slots: Slots) -> dict[str, int]:
     arena = slots.arena
     geometry, hot, cold, slabs = arena.geometry, arena.hot, arena.cold, arena.slabs
     state = hot["state"].copy()
-    _mend_slabs(slots, state)
+    _repair_slabs(slots, state)
     hot["tick"][hot["tick"] > LAST_TICK] = FIRST_TICK  # the seal does not cover it
     bound = bound_rows(geometry, slabs)
     wrong = misplaced(geometry, cold, slabs)
     in_use = state >= SlotState.RESERVED
     damaged = in_use & (wrong | ~bound | (state > SlotState.QUARANTINED))
-    # Cleared while pinned: whoever held the pin is gone with the old server's connections. Not looked at any
-    # further: the same key may have been stored anew since.
+    # Cleared while pinned: the pins ended with the old server's connections. Drop these rows unseen: the same
+    # key may have been stored anew since.
     cleared = (state == SlotState.COMMITTED) & (hot["flags"] & FLAG_DROP != 0)
     committed = _sound_rows(slots, (state == SlotState.COMMITTED) & ~damaged & ~cleared)
     damaged |= (state == SlotState.COMMITTED) & ~committed & ~cleared
@@ -52,7 +52,7 @@ def recover(slots: Slots) -> dict[str, int]:
     }
 
 
-def _mend_slabs(slots: Slots, state: npt.NDArray[np.uint8]) -> None:
+def _repair_slabs(slots: Slots, state: npt.NDArray[np.uint8]) -> None:
     """Free the slabs of extents that were being bound or unbound when the server died: nothing is in them.
 
     Raises CatalogError when something is in use where no extent is sound.
@@ -91,13 +91,13 @@ def _sound_rows(slots: Slots, candidates: Mask) -> Mask:
 
 
 def _may_be_written(slots: Slots) -> Mask:
-    """Rows whose client has a process that still runs; a client that nobody wrote down counts as dead."""
+    """Rows whose client has a process that still runs; a client that is not in the table counts as dead."""
     alive = [index for index, record in read_clients(slots.arena).items() if record.alive()]
     return np.isin(slots.arena.hot["client"], np.array(alive, np.int32))
 
 
 def _rewrite(slots: Slots, committed: Mask, quarantined: Mask, bound: Mask) -> None:
-    """Make the table say what was decided; the extents' other rows become FREE at their places."""
+    """Write the decisions into the table; the extents' other rows become FREE at their places."""
     arena, allocator = slots.arena, slots.allocator
     hot, cold = arena.hot, arena.cold
     kept = committed | quarantined
@@ -129,7 +129,7 @@ def _index(slots: Slots, rows: Rows) -> None:
 
 
 def check(slots: Slots, *, thorough: bool | None = None) -> list[str]:
-    """Findings, one line each. `thorough` None: as THOROUGH says."""
+    """Findings, one line each. `thorough` None: up to THOROUGH rows in use."""
     named = (slots.state == SlotState.COMMITTED) | (slots.state == SlotState.RESERVED)
     named &= slots.flags & FLAG_DROP == 0
     findings = _numbers(slots, named)

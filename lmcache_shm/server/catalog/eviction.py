@@ -314,7 +314,7 @@ class Allocation:
     def _free_some(
         self, slot_bytes: int, missing: int, before: int, in_use: Callable[[], Rows]
     ) -> bool:
-        """Free slots of this size, or slabs for them; False when there are none to be had."""
+        """Free slots of this size, or slabs for them; False when there are none."""
         allocator = self._slots.allocator
         if not allocator.alone(slot_bytes):
             oldest = self._lru.oldest(slot_bytes, before)

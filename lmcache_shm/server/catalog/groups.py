@@ -42,7 +42,7 @@ class Index:
         return [shards[k[0] & mask].get(k, -1) for k in keys]
 
     def rows(self, keys: list[bytes]) -> Rows:
-        """What `find` finds, as i32[len(keys)]."""
+        """As `find`, i32[len(keys)]."""
         return np.array(self.find(keys), np.int32)
 
     def add(self, keys: Iterable[bytes], rows: Iterable[int]) -> None:
@@ -57,7 +57,7 @@ class Index:
             self._cut()
 
     def remove(self, keys: Iterable[bytes]) -> None:
-        """Take keys out; those that are not there do not matter."""
+        """Remove keys; unknown ones are ignored."""
         shards, mask = self._shards, self._mask
         for key in keys:
             shards[key[0] & mask].pop(key, None)

@@ -48,7 +48,7 @@ class Registry:
             known = self._create(space)
         else:
             for group, spec in zip(known.groups, groups, strict=True):
-                group.spec = spec  # what is said for people may have changed
+                group.spec = spec  # its `info` may have changed
         known.users += 1
         return known
 

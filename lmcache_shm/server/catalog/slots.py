@@ -1,4 +1,4 @@
-"""Rows and who they belong to: the table's columns, the tick, and the way back from a row to an index."""
+"""Rows and their owners: the table's columns, the LRU clock, and the way from a row to its index."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -49,7 +49,7 @@ def room_for(chunks: int) -> int:
 
 
 class Ghosts:
-    """Fingerprints of evicted keys: one word per bucket, the latest wins. 2 MiB for 2^18 buckets.
+    """Fingerprints of evicted keys, to explain misses: one word per bucket, the latest wins. 2 MiB for 2^18 buckets.
 
     A key that was evicted long ago is forgotten when another takes its bucket. A false memory has odds
     of 2^-64.
@@ -68,7 +68,7 @@ class Ghosts:
 
 
 class Slots:
-    """What the verbs of the catalog share."""
+    """The state that all operations of the catalog share."""
 
     def __init__(self, arena: Arena) -> None:
         self.arena = arena
@@ -77,7 +77,7 @@ class Slots:
         self.ghosts = Ghosts()
         self.counters: Counter[str] = zeros("catalog")
         self.tick = FIRST_TICK
-        """The highest tick given so far."""
+        """The LRU clock: the highest tick given so far."""
         self.used = 0
         """Rows that are neither UNUSED nor FREE."""
         self.changes = 0
@@ -86,7 +86,7 @@ class Slots:
         hot, cold = arena.hot, arena.cold
         self.words, self.cold_words = hot_words(hot), cold_words(cold)
         self.keys: npt.NDArray[np.void] = cold["key"].view(f"V{KEY}")[:, 0]
-        """As wholes: gathered several times as fast as pairs of words."""
+        """One item per key: gathered several times faster than pairs of words."""
         self.seals, self.checks = cold["seal"], cold["checks"]
         self.state, self.flags, self.pins = hot["state"], hot["flags"], hot["pins"]
         self.ticks: U64 = hot["tick"]

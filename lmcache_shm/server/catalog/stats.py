@@ -1,4 +1,4 @@
-"""What `status`, `contents` and the metrics show of the catalog.
+"""The catalog's part of `status`, `contents` and the metrics.
 
 The server answers nobody while it counts, so that must stay within some milliseconds for a million rows:
 columns are counted slab by slab instead of row by row, and owners give their own numbers where they have them.
@@ -26,7 +26,7 @@ STATES = {
 }
 
 
-class Census:
+class Tally:
     """Valid at the moment it was taken. A slot's owner is its (namespace, group)."""
 
     def __init__(self, slots: Slots) -> None:
@@ -40,7 +40,7 @@ class Census:
         """Slots of each extent."""
         self.slot_bytes = arena.slabs["slot_bytes"][self.starts].astype(np.int64)
         shape = (allocator.slabs, allocator.per_slab)
-        # One strided pass each; what follows works on the compact copies.
+        # One strided pass each; everything below works on the compact copies.
         self._state: npt.NDArray[np.uint8] = np.ascontiguousarray(slots.state).reshape(shape)
         self._pinned: npt.NDArray[np.bool_] = (slots.pins > 0).reshape(shape)
         masks = {name: self._state == state for name, state in STATES.items()}
@@ -114,26 +114,26 @@ class Census:
 
 def snapshot(slots: Slots, misses: Counter[str], adopted: dict[str, int]) -> dict[str, Any]:
     """Plain dicts and lists of numbers and texts. Bytes of all states add up to the arena's size."""
-    census = Census(slots)
+    tally = Tally(slots)
     return {
-        "arena": _arena(slots, census),
+        "arena": _arena(slots, tally),
         "counters": dict(slots.counters),
         "misses": dict(misses),
         "adopted": dict(adopted),
-        "namespaces": _namespaces(slots, census),
-        "slab_map": _slab_map(slots, census),
+        "namespaces": _namespaces(slots, tally),
+        "slab_map": _slab_map(slots, tally),
     }
 
 
-def _arena(slots: Slots, census: Census) -> dict[str, Any]:
+def _arena(slots: Slots, tally: Tally) -> dict[str, Any]:
     arena, allocator = slots.arena, slots.allocator
-    nbytes = {name: census.nbytes(name) for name in STATES}
-    slabs_free = allocator.slabs - int(census.lengths.sum())
+    nbytes = {name: tally.nbytes(name) for name in STATES}
+    slabs_free = allocator.slabs - int(tally.lengths.sum())
     waiting = allocator.slabs - allocator.usable_slabs()
     nbytes["free"] += (slabs_free - waiting) * allocator.slab_bytes
     nbytes["unbacked"] = waiting * allocator.slab_bytes
     nbytes["unusable"] = arena.data_bytes - sum(nbytes.values())
-    coldest = census.coldest()
+    coldest = tally.coldest()
     return {
         "data_bytes": arena.data_bytes,
         "meta_bytes": arena.meta_bytes,
@@ -142,7 +142,7 @@ def _arena(slots: Slots, census: Census) -> dict[str, Any]:
         "slabs_free": slabs_free,
         "max_slots": arena.max_slots,
         "bytes": nbytes,
-        "slots": {name: census.total(name) for name in (*STATES, "pinned")},
+        "slots": {name: tally.total(name) for name in (*STATES, "pinned")},
         "backed_bytes": arena.backed_bytes,
         "growing": arena.growing,
         "prefaulted_bytes": int(arena.live["prefaulted"][0]),
@@ -151,10 +151,10 @@ def _arena(slots: Slots, census: Census) -> dict[str, Any]:
     }
 
 
-def _namespaces(slots: Slots, census: Census) -> list[dict[str, Any]]:
+def _namespaces(slots: Slots, tally: Tally) -> list[dict[str, Any]]:
     spaces = list(slots.spaces.values())
     states = {"slots": "used", "reserved": "reserved", "pinned": "pinned"}
-    counted = {name: census.by_owner(state, spaces) for name, state in states.items()}
+    counted = {name: tally.by_owner(state, spaces) for name, state in states.items()}
     return [
         {
             "id": space.id,
@@ -197,18 +197,18 @@ def _groups(space: Namespace, counted: dict[str, dict[int, int]]) -> list[dict[s
     return groups
 
 
-def _slab_map(slots: Slots, census: Census) -> list[list[int]]:
+def _slab_map(slots: Slots, tally: Tally) -> list[list[int]]:
     """In the arena's order, per extent or gap between extents: namespace and group of its slots (-1: of
     none), slots, used, pinned, reserved, slabs, quarantined."""
     columns = [
-        census.by_extent(name).tolist() for name in ("used", "pinned", "reserved", "quarantined")
+        tally.by_extent(name).tolist() for name in ("used", "pinned", "reserved", "quarantined")
     ]
     found = []
     for i, (owner, start) in enumerate(
-        zip(census.owners_of_extents(), census.starts.tolist(), strict=True)
+        zip(tally.owners_of_extents(), tally.starts.tolist(), strict=True)
     ):
         used, pinned, reserved, quarantined = (column[i] for column in columns)
-        slabs, n = int(census.lengths[i]), int(census.slots[i])
+        slabs, n = int(tally.lengths[i]), int(tally.slots[i])
         found.append((start, [*owner, n, used, pinned, reserved, slabs, quarantined]))
     for start, length in slots.allocator.free_runs().tolist():
         found.append((start, [-1, -1, 0, 0, 0, 0, length, 0]))

@@ -204,7 +204,7 @@ def test_clearing_gives_the_room_back_to_all_sizes(catalog):
 
 # ------------------------------------------------------------------------------- misses, counters
 def reasons(catalog):
-    return {reason: n for reason, n in catalog.misses.items() if n}
+    return {reason: n for reason, n in catalog.snapshot()["misses"].items() if n}
 
 
 def test_why_a_look_up_missed(catalog):
