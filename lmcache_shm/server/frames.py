@@ -38,7 +38,7 @@ class Budget:
 class Peer:
     """One accepted connection, non-blocking."""
 
-    def __init__(self, sock: socket.socket, budget: Budget, now: float) -> None:
+    def __init__(self, sock: socket.socket, budget: Budget) -> None:
         self.sock = sock
         self.fd = sock.fileno()
         self.budget = budget

@@ -147,7 +147,7 @@ class Server:
             if fd in self._peers:
                 self._attend(fd, mask, now)
             elif fd == self._listener.fileno():
-                self._welcome(now)
+                self._welcome()
             else:
                 self._answer_questions()
         for fd in ready:
@@ -178,7 +178,7 @@ class Server:
             self._accepting = on
             (self._epoll.register if on else self._epoll.unregister)(self._listener)
 
-    def _welcome(self, now: float) -> None:
+    def _welcome(self) -> None:
         try:
             sock, _ = self._listener.accept()
         except OSError as error:
@@ -196,7 +196,7 @@ class Server:
             self.service.stats.counters["refused_limit"] += 1
             self._turn_away(sock, f"{MAX_CONNECTIONS} connections are open; no more are taken")
         else:
-            peer = Peer(sock, self._budget, now)
+            peer = Peer(sock, self._budget)
             self._peers[peer.fd] = peer, self.service.open_session(sock)
             peer.events = select.EPOLLIN
             self._epoll.register(peer.fd, peer.events)
