@@ -150,6 +150,10 @@ class ChunkKeys:
         """KEY bytes of one chunk."""
         return bytes(self.keys[chunk * KEY : (chunk + 1) * KEY])
 
+    def split(self, first: int, end: int) -> list[bytes]:
+        """KEY bytes of each of the chunks [first, end)."""
+        return split(bytes(self.keys[first * KEY : end * KEY]))
+
     def token_bytes(self, chunk: int, end: int | None = None) -> memoryview:
         """`chunk_bytes` bytes a chunk of one chunk, or of chunks [chunk, end)."""
         end = chunk + 1 if end is None else end
