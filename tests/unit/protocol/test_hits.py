@@ -5,8 +5,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmcache_shm.protocol.rules import ChunkedLocal, Full, Recurrent, Window, needed, usable_chunks
-from tests.unit.catalog.rig import tokens_needed, usable_by_force
+from lmcache_shm.protocol.rules import (
+    ChunkedLocal,
+    Full,
+    Recurrent,
+    Window,
+    needed,
+    rule_of,
+    rule_words,
+    usable_chunks,
+)
+from tests.unit.server.rig import tokens_needed, usable_by_force
 
 RULES = st.one_of(
     st.just(Full()),
@@ -91,3 +100,21 @@ def test_what_is_stored_is_found_by_the_same_request():
             present.append(have)
 
         assert usable_chunks(16, n * 16 + 1, 0, rules, present) == n
+
+
+@pytest.mark.parametrize("rule", [Full(), Window(128), ChunkedLocal(64), Recurrent()])
+def test_a_rule_is_the_same_after_the_wire(rule):
+    assert rule_of(*rule_words(rule)) == rule
+
+
+@pytest.mark.parametrize(
+    ("name", "tokens", "error"),
+    [
+        ("window", 0, "window of 0 tokens"),
+        ("chunked_local", -1, "chunked_local of -1 tokens"),
+        ("sparse", 1, "unknown rule 'sparse'"),
+    ],
+)
+def test_a_rule_that_does_not_exist_is_named(name, tokens, error):
+    with pytest.raises(ValueError, match=error):
+        rule_of(name, tokens)

@@ -12,7 +12,8 @@ from lmcache_shm.arena import segment
 from lmcache_shm.arena.layout import SlotState
 from lmcache_shm.protocol import keys as k
 from lmcache_shm.protocol.rules import ChunkedLocal, Full, Recurrent, Rule, Window
-from lmcache_shm.server.catalog.catalog import Catalog, GroupSpec, Namespace
+from lmcache_shm.server.catalog.catalog import Catalog
+from lmcache_shm.server.catalog.groups import GroupSpec, Namespace
 
 CHUNK = 16
 SLAB = 64 << 10
@@ -49,8 +50,11 @@ class Prefix:
 
     def __init__(self, space: Namespace, name: str, chunks: int, salt: int = 0) -> None:
         self.salt = salt
-        self.encoded = [k.encode_tokens([i, *name.encode()]) for i in range(chunks)]
-        self.keys = k.chain(space.key, self.encoded)
+        size = 1 + len(name.encode())
+        hashed = k.ChunkKeys(space.key, size)
+        hashed.extend([token for i in range(chunks) for token in (i, *name.encode())])
+        self.encoded = [bytes(hashed.token_bytes(i)) for i in range(chunks)]
+        self.keys = bytes(hashed.keys)
         self.parents = (space.key + self.keys[: -k.KEY]) if chunks else b""
 
     def key(self, chunk: int) -> bytes:

@@ -11,7 +11,7 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmcache_shm.arena.slot import token_area
+from lmcache_shm.arena.slot import same_tokens, token_area
 from lmcache_shm.protocol import keys as k
 
 SEED = k.seed(b"namespace")
@@ -54,14 +54,12 @@ def test_keys_do_not_depend_on_the_steps_in_which_tokens_become_known(tokens, si
         assert request.parents(first, first + 1) == ([SEED, *expected])[first]
 
 
-def test_chain_and_chunk_keys_agree():
+def test_token_bytes_are_those_of_each_chunk():
     request = k.ChunkKeys(SEED, 4)
     request.extend(list(range(17)), None, lambda i: b"x" if i == 2 else b"")
 
     encoded = [request.token_bytes(i) for i in range(4)]
     assert encoded == [k.encode_tokens(range(4 * i, 4 * i + 4)) for i in range(4)]
-    assert k.chain(SEED, encoded, [b"", b"", b"x", b""]) == request.keys
-    assert k.chain(SEED, []) == b""
 
 
 @pytest.mark.parametrize("size", [1000, k.PIECE, k.PIECE + 1])
@@ -101,9 +99,9 @@ def stored():
 def test_token_bytes_in_slots_are_compared(stored):
     data, places, tokens = stored
 
-    assert k.same_tokens(data, places, tokens)
-    assert k.same_tokens(data, places[:0], b"")
-    assert k.same_tokens(data, places[1:], memoryview(tokens)[32:])
+    assert same_tokens(data, places, tokens)
+    assert same_tokens(data, places[:0], b"")
+    assert same_tokens(data, places[1:], memoryview(tokens)[32:])
 
 
 @pytest.mark.parametrize("at", [4064, 4095, 100, 131, 1016])
@@ -111,16 +109,16 @@ def test_one_changed_byte_is_noticed(stored, at):
     data, places, tokens = stored
     data[at] ^= 0x80
 
-    assert not k.same_tokens(data, places, tokens)
+    assert not same_tokens(data, places, tokens)
 
 
 def test_token_bytes_that_are_elsewhere_or_fewer_are_not_the_same(stored):
     data, places, tokens = stored
 
-    assert not k.same_tokens(data, places[::-1], tokens)
-    assert not k.same_tokens(data, places[:0], tokens)
-    assert not k.same_tokens(data, places + np.uint64(1), tokens)  # beyond the end
-    assert not k.same_tokens(data, places + np.uint64(1 << 40), tokens)
+    assert not same_tokens(data, places[::-1], tokens)
+    assert not same_tokens(data, places[:0], tokens)
+    assert not same_tokens(data, places + np.uint64(1), tokens)  # beyond the end
+    assert not same_tokens(data, places + np.uint64(1 << 40), tokens)
 
 
 PAIRS = st.integers(0, 9).flatmap(
@@ -138,14 +136,18 @@ def test_tokens_and_extras_never_run_together(pair, extra_a, extra_b):
 
 
 def test_each_identity_has_its_own_keys():
-    tokens = k.encode_tokens([1, 2, 3])
+    def last_key(seed: bytes, tokens: list[int], extra: bytes = b"") -> bytes:
+        request = k.ChunkKeys(seed, 3)
+        request.extend(tokens, None, lambda _: extra)
+        return request.key(len(request) - 1)
+
     found = {
-        k.chain(SEED, [tokens]),
-        k.chain(k.seed(b"other model"), [tokens]),
-        k.chain(SEED, [tokens], [b"salt"]),
-        k.chain(SEED, [tokens], [b"lora"]),
-        k.chain(SEED, [k.encode_tokens([1, 2, 4])]),
-        k.chain(SEED, [tokens, tokens])[k.KEY :],
+        last_key(SEED, [1, 2, 3]),
+        last_key(k.seed(b"other model"), [1, 2, 3]),
+        last_key(SEED, [1, 2, 3], b"salt"),
+        last_key(SEED, [1, 2, 3], b"lora"),
+        last_key(SEED, [1, 2, 4]),
+        last_key(SEED, [1, 2, 3, 1, 2, 3]),
     }
 
     assert len(found) == 6

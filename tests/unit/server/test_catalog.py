@@ -8,11 +8,13 @@ import pytest
 from lmcache_shm.arena.layout import SlotState
 from lmcache_shm.cli.namespaces import differences
 from lmcache_shm.protocol import keys as k
-from lmcache_shm.protocol.descriptor import canonical, describe
+from lmcache_shm.protocol.keys import canonical, describe
+from lmcache_shm.protocol.messages import BUSY
 from lmcache_shm.protocol.rules import Full, Recurrent, Window
-from lmcache_shm.server.catalog.catalog import BUSY, Catalog, CatalogError
-from tests.unit.catalog import rig
-from tests.unit.catalog.rig import CHUNK, SLAB, Prefix, reserve, spec, store
+from lmcache_shm.server.catalog.catalog import Catalog
+from lmcache_shm.server.catalog.groups import CatalogError
+from tests.unit.server import rig
+from tests.unit.server.rig import CHUNK, SLAB, Prefix, reserve, spec, store
 
 
 @pytest.fixture
@@ -202,7 +204,7 @@ def test_clearing_gives_the_room_back_to_all_sizes(catalog):
 
 # ------------------------------------------------------------------------------- misses, counters
 def reasons(catalog):
-    return {reason: n for reason, n in catalog.misses.items() if n}
+    return {reason: n for reason, n in catalog.snapshot()["misses"].items() if n}
 
 
 def test_why_a_look_up_missed(catalog):
@@ -402,14 +404,14 @@ def test_a_large_table_is_not_walked_while_engines_wait(catalog, monkeypatch):
     space = catalog.register(b"m", [spec(Full(), 12000)])
     rows = store(catalog, space, Prefix(space, "a", 3), range(3))
     catalog.arena.cold["salt"][rows[0]] = 5
-    monkeypatch.setattr("lmcache_shm.server.catalog.audit.THOROUGH", 2)
+    monkeypatch.setattr("lmcache_shm.server.catalog.consistency.THOROUGH", 2)
 
     assert catalog.check() == []
     assert catalog.check(thorough=True) == [f"committed rows that do not fit their seal: {rows[0]}"]
 
 
 def test_ghosts_are_bounded_and_remember():
-    from lmcache_shm.server.catalog.misses import Ghosts
+    from lmcache_shm.server.catalog.slots import Ghosts
 
     ghosts = Ghosts(64)
     keys = np.arange(2000, dtype="<u8").reshape(-1, 2)

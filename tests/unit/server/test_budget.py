@@ -6,10 +6,11 @@ import time
 import numpy as np
 import pytest
 
+from lmcache_shm.protocol.messages import FULL
 from lmcache_shm.protocol.rules import Full
-from lmcache_shm.server.catalog.catalog import FULL, Catalog
-from tests.unit.catalog import rig
-from tests.unit.catalog.rig import CHUNK, spec
+from lmcache_shm.server.catalog.catalog import Catalog
+from tests.unit.server import rig
+from tests.unit.server.rig import CHUNK, spec
 
 BUSY_MACHINE = 5
 BATCH = 512
