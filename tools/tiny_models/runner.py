@@ -15,8 +15,6 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-
 from tools.parent_watch import on_parents_end
 
 from .family import load
@@ -175,6 +173,7 @@ OPERATIONS = ("generate", "reset", "describe", "free_blocks", "python")
 
 def main() -> None:
     """Answer requests until told to end."""
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     options = json.loads(sys.argv[1])
     on_parents_end(lambda: abandoned(Path(options["folder"])))
     answers = os.fdopen(os.dup(1), "w", buffering=1)
