@@ -185,12 +185,14 @@ class Engine:
         self.close(ask=error is None)
 
 
-def started(argument: str, environment: dict[str, str], log: int) -> zygote.Forked | subprocess.Popen[bytes]:
+def started(
+    argument: str, environment: dict[str, str], log: int
+) -> zygote.Forked | subprocess.Popen[bytes]:
     """A process of `runner` in a session of its own: its helpers are ended with it, and Ctrl-C reaches only the caller."""
-    if zygote.current is not None:
-        forked = zygote.current.fork(argument, environment, log)
-        if forked is not None:
-            return forked
+    zygotes = zygote.current()
+    forked = zygotes.fork(argument, environment, log) if zygotes else None
+    if forked is not None:
+        return forked
     return subprocess.Popen(
         [python(), "-m", "tools.tiny_models.runner", argument],
         stdin=subprocess.PIPE,

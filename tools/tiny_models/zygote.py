@@ -12,9 +12,11 @@ import importlib
 import json
 import os
 import select
+import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import ModuleType
@@ -71,12 +73,14 @@ class Zygote:
     """One zygote. It imports while its maker goes on."""
 
     def __init__(self, environment: dict[str, str]) -> None:
+        self._log = tempfile.TemporaryFile()
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             self._process = subprocess.Popen(
                 [python(), "-m", __name__],
                 stdin=theirs,
-                stdout=sys.stderr if sys.stderr.isatty() else subprocess.DEVNULL,
+                stdout=self._log,
+                stderr=self._log,
                 env=environment,
                 start_new_session=True,  # Ctrl-C reaches only the caller
             )
@@ -91,7 +95,9 @@ class Zygote:
             socket.send_fds(self._socket, [request], [their_input, their_output, log])
             reply, fds, _, _ = socket.recv_fds(self._socket, MESSAGE, 1)
             if not reply:
-                raise ConnectionResetError("the process that forks engines has ended")
+                self._log.seek(0)
+                said = self._log.read().decode(errors="replace")[-3000:]
+                raise ConnectionResetError(f"the process that forks engines has ended\n{said}")
         except OSError:
             os.close(stdin)
             os.close(stdout)
@@ -105,6 +111,7 @@ class Zygote:
         """End it. What it has forked lives on."""
         self._socket.close()
         self._process.wait()
+        self._log.close()
 
 
 class Zygotes:
@@ -135,20 +142,22 @@ class Zygotes:
             self._by_imports.popitem()[1].close()
 
 
-current: Zygotes | None = None
-"""Where `process.Engine` starts its processes; None: each in a fresh interpreter."""
+_current: list[Zygotes] = []
+
+
+def current() -> Zygotes | None:
+    """Where `process.Engine` starts its processes; None: each in a fresh interpreter."""
+    return _current[-1] if _current else None
 
 
 @contextmanager
 def zygotes(started: Callable[[int], None] = lambda _: None) -> Iterator[None]:
     """Within, engines are forked from zygotes."""
-    global current
-    current = Zygotes(started)
+    _current.append(Zygotes(started))
     try:
         yield
     finally:
-        current.close()
-        current = None
+        _current.pop().close()
 
 
 def serve() -> str | None:
@@ -194,10 +203,23 @@ def become(fds: list[int], environment: dict[str, str]) -> None:
     os.environ.update(environment)
 
 
+@contextmanager
+def ended_with_its_maker() -> Iterator[None]:
+    """Within, which takes long, this process ends when nobody holds the socket's other end. (No thread: it forks.)"""
+    poll = select.poll()
+    poll.register(0, select.POLLHUP)
+    signal.signal(signal.SIGALRM, lambda *_: os._exit(1) if poll.poll(0) else None)
+    signal.setitimer(signal.ITIMER_REAL, 0.2, 0.2)
+    yield
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+
+
 def main() -> None:
     """The zygote, and what it forks."""
-    for name in IMPORTED:
-        importlib.import_module(name)
+    with ended_with_its_maker():
+        for name in IMPORTED:
+            importlib.import_module(name)
     runner: ModuleType = importlib.import_module("tools.tiny_models.runner")
     gc.collect()
     gc.freeze()  # the forked need not look at, and so copy, all that was imported
