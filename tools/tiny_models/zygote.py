@@ -33,7 +33,7 @@ IMPORTED = (
     "vllm.model_executor.model_loader.dummy_loader",
 )
 """By the zygote. No model and nothing of the connector: what vLLM's plugins and configuration import stays theirs."""
-LATE = ("LMCACHE_SHM_", "FAULT_", "PYTEST_CURRENT_TEST", "VLLM_RPC_BASE_PATH", VARIABLE)
+LATE = ("LMCACHE_SHM_", "FAULT_", "PYTEST_CURRENT_TEST", "VLLM_RPC_BASE_PATH", "VLLM_CPU_OMP_THREADS_BIND", VARIABLE)
 """Variables (or how they begin) that are read when an engine starts, not by an import."""
 EARLY_HOOKS = {"triton_interpret"}
 """Hooks that have to be installed before vLLM is imported."""
@@ -73,7 +73,7 @@ class Zygote:
     """One zygote. It imports while its maker goes on."""
 
     def __init__(self, environment: dict[str, str]) -> None:
-        self._log = tempfile.TemporaryFile()
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115  closed with it
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             self._process = subprocess.Popen(
