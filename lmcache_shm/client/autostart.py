@@ -37,7 +37,7 @@ with open(sys.argv[1], "ab") as log:
 
 
 class AutostartError(RuntimeError):
-    """No server answers and none could be started; one line that says why."""
+    """No server answers and none could be started; one line with the reason."""
 
 
 def log_path(config: Config) -> Path:

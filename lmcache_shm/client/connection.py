@@ -108,7 +108,7 @@ class Connection:
             try:
                 self._send(frame(request), end)
             except BrokenPipeError:
-                pass  # who was turned away before it spoke still finds the reason in its buffer
+                pass  # refused before the greeting: the reason is in the receive buffer
             answer = decode_reply(self._receive(end))
         except BlockingIOError:
             raise DeadlineExceeded(f"no answer within {budget * 1e3:.0f} ms") from None
@@ -123,7 +123,7 @@ class Connection:
         raise ProtocolError(f"expected {reply.__name__}, got {type(answer).__name__}")
 
     def shutdown(self) -> None:
-        """End it from any thread: whoever waits on it wakes up. The owner still has to `close`."""
+        """End it from any thread, which wakes up the one that waits on it. The owner still has to `close`."""
         try:
             self.sock.shutdown(socket.SHUT_RDWR)
         except OSError:

@@ -142,7 +142,7 @@ class ChunkKeys:
                     parent = next_key(parent, encoded[at : at + self.chunk_bytes], extra)
                     digests.append(extra_digest(extra))
                 keys.append(parent)
-        # At last, so that the three fit together whatever was raised before.
+        # Append all three last, so an exception leaves them consistent.
         if done:
             self.tokens += tokens
         else:
@@ -154,6 +154,12 @@ class ChunkKeys:
     def key(self, chunk: int) -> bytes:
         """KEY bytes of one chunk."""
         return bytes(self.keys[chunk * KEY : (chunk + 1) * KEY])
+
+    def split(self, first: int, end: int) -> list[bytes]:
+        """KEY bytes of each of the chunks [first, end)."""
+        packed = np.frombuffer(bytes(self.keys[first * KEY : end * KEY]), f"V{KEY}")
+        names: list[bytes] = packed.tolist()
+        return names
 
     def token_bytes(self, chunk: int, end: int | None = None) -> memoryview:
         """`chunk_bytes` bytes a chunk of one chunk, or of chunks [chunk, end)."""

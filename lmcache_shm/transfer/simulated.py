@@ -12,8 +12,8 @@ from collections import Counter, deque
 from collections.abc import Callable
 from typing import Any
 
+from lmcache_shm.arena.job import JobKind
 from lmcache_shm.transfer.device import DeviceError, Ranges, Rows
-from lmcache_shm.transfer.engine import JobKind
 
 INVALID_VALUE = 1
 

@@ -218,7 +218,7 @@ def stopped_load(lab: Lab, marks: Path) -> Iterator[list[Output]]:
         lab.engine.ask("python", code=ARM, spec=None)
 
 
-COPIER = TRANSFER + "strided:BundleCopier."
+COPIER = TRANSFER + "strided:RunCopier."
 ARM = """
 import os
 from tests.faults import failpoints

@@ -24,7 +24,7 @@ MORE = [
     "deepseek_v3",
 ]  # twenty seconds each, so not every time
 
-# The real engine's KVCacheConfig, with the keys of lmcache_shm.vllm.model_facts.facts.
+# The real engine's KVCacheConfig, with the keys of lmcache_shm.vllm.probe.resolve.facts.
 REAL = """
 from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind
 config = scheduler.kv_cache_config

@@ -68,15 +68,15 @@ SCHEDULER = [
     Point("scheduler", CLIENT + "connection:Connection._receive", 4),
     Point("scheduler", "__main__:Engine._load", 1),
     Point("scheduler", "__main__:Engine._order"),
-    Point("scheduler", "__main__:Engine._on_board", 2),
+    Point("scheduler", CLIENT + "in_flight:InFlightStores._reported", 2),
 ]
 WORKER = [
     Point("worker", CLIENT + "client:WorkerClient._greet", 1, "reconnect"),
     Point("worker", TRANSFER + "cpu:CpuEngine.submit"),
     Point("worker", TRANSFER + "cpu:CpuEngine._copy", 7),
     Point("worker", TRANSFER + "guard:SlotGuard.changed_hands", 7),
-    Point("worker", TRANSFER + "strided:BundleCopier.store", 7),
-    Point("worker", TRANSFER + "strided:BundleCopier.load", 7),
+    Point("worker", TRANSFER + "strided:RunCopier.store", 7),
+    Point("worker", TRANSFER + "strided:RunCopier.load", 7),
     Point("worker", "__main__:Worker._tick"),
 ]
 POINTS = SERVER + RESTART + SCHEDULER + WORKER

@@ -8,7 +8,7 @@ from tests.faults.cluster import Cluster, until
 from tests.faults.engines import EngineProcess
 from tests.faults.points import TRANSFER, Point
 
-STORE = TRANSFER + "strided:BundleCopier.store"
+STORE = TRANSFER + "strided:RunCopier.store"
 ATTEMPTS = 4
 """What is armed may have been killed, or cut off from the server, by the fault before."""
 ATTEMPT_S = 12.0

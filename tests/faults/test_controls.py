@@ -8,7 +8,7 @@ import pytest
 from tests.faults import failpoints
 from tests.faults.cluster import Cluster, until
 from tests.faults.engines import EngineProcess, state_of
-from tests.faults.points import TRANSFER
+from tests.faults.points import CLIENT, TRANSFER
 from tests.faults.strike import STORE, lose_scheduler, struck
 
 COPY = TRANSFER + "cpu:CpuEngine._copy"
@@ -125,8 +125,8 @@ def test_chunks_whose_writer_died_between_copy_and_commit_are_never_served(insta
     with Cluster(instance) as cluster:
         cluster.start_server()
         killed, other = cluster.add_engines({}, {})
-        on_board = "__main__:Engine._on_board"
-        killed.ask(arm=failpoints.spec(on_board, "after", 1, "kill"))
+        on_board = CLIENT + "in_flight:InFlightStores._reported"
+        killed.ask(arm=failpoints.spec(on_board, "after", 2, "kill"))
         killed.ask(document=1, chunks=6)
         assert struck(cluster, on_board)
         until(lambda: cluster.slots()["reserved"] == 0, "the dead writer's reservations end")

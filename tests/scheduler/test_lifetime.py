@@ -6,7 +6,7 @@ from unittest.mock import patch
 import pytest
 from vllm.v1.request import RequestStatus
 
-from lmcache_shm.client.admission import Parking
+from lmcache_shm.client.loads import LoadAdmission
 from tests.scheduler.lab import Lab, until
 from tests.scheduler.late import Pace
 from tests.scheduler.oracle import Violation
@@ -303,10 +303,10 @@ def test_two_loads_that_leave_no_room_for_each_other_do_not_wait_for_ever(instan
         assert ["length", "length"] == _two_loads(lab)
 
 
-def test_without_the_rule_for_parked_requests_they_would(instance: str) -> None:
-    """The negative control of the test above; when vLLM mends it, lmcache_shm.client.admission can go."""
+def test_without_load_admission_they_would(instance: str) -> None:
+    """The negative control of the test above; when vLLM fixes it, LoadAdmission can go."""
     with (
-        patch.object(Parking, "has_room", lambda *_: True),
+        patch.object(LoadAdmission, "has_room", lambda *_: True),
         pytest.raises(Violation, match="stuck"),
         Lab("sliding_only", instance, chunk=16, room=1.0, max_len=128, step=32) as lab,
     ):

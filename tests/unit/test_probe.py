@@ -147,7 +147,7 @@ def answer(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     box: dict[str, Any] = {"answer": facts(group())}
 
     def run(command: list[str], **options: Any) -> None:
-        assert [sys.executable, "-m", "lmcache_shm.vllm.resolve"] == command[:3]
+        assert [sys.executable, "-m", "lmcache_shm.vllm.probe.resolve"] == command[:3]
         box["request"] = json.loads(Path(command[3]).read_text())
         if box["answer"] is TimeoutError:
             raise subprocess.TimeoutExpired(command, options["timeout"])

@@ -167,8 +167,8 @@ def test_gpu_check_runs_on_the_simulated_device(tmp_path):
     result = json.loads(out.read_text())
     assert (len(result["checks"]), result["failed"], result["never_used"]) == (8, 0, [])
     used = {row["backend"]: row["used"] for row in result["checks"]}
-    assert {wish: used[wish] for wish in ("batch", "kernel", "ranges")} == {
-        wish: wish for wish in ("batch", "kernel", "ranges")
+    assert {requested: used[requested] for requested in ("batch", "kernel", "ranges")} == {
+        requested: requested for requested in ("batch", "kernel", "ranges")
     }
     assert set(used["rows"].split("+")) <= {"rows", "ranges"}  # of slots in two registrations
     assert result["speed"]["rows"]

@@ -2,8 +2,14 @@
 
 import pytest
 
-from lmcache_shm.client.groups import IgnoredGroup, ModelError
-from lmcache_shm.client.plan import admissible_sizes, auto_chunk_size, chosen_chunk_size, make_plan
+from lmcache_shm.client.plan import (
+    IgnoredGroup,
+    ModelError,
+    admissible_sizes,
+    auto_chunk_size,
+    chosen_chunk_size,
+    make_plan,
+)
 from lmcache_shm.protocol.rules import Full, Recurrent, Window
 from lmcache_shm.vllm.groups import check_recurrent
 

@@ -2,9 +2,9 @@
 
 import pytest
 
-from lmcache_shm.client.jobs import Run
+from lmcache_shm.arena.job import CopyJob, Pages
+from lmcache_shm.client.copy_plan import step_states, storable
 from lmcache_shm.client.plan import CachePlan, make_plan
-from lmcache_shm.client.store_plan import Candidate, step_states, storable
 
 from .worlds import full, groups_of, local, state, window
 
@@ -15,8 +15,8 @@ def plan_of(*specs: object, **options: bool) -> CachePlan:
     return make_plan(groups_of(*specs), chunk_size=C, **options)
 
 
-def blocks(runs: list[Run] | None) -> list[tuple[int, int, list[int]]] | None:
-    return None if runs is None else [(kv, first, ids.tolist()) for kv, first, ids in runs]
+def blocks(pages: list[Pages] | None) -> list[tuple[int, int, list[int]]] | None:
+    return None if pages is None else [(part, first, list(ids)) for part, first, ids in pages]
 
 
 def test_a_chunk_of_full_attention_needs_all_its_blocks() -> None:
@@ -66,12 +66,17 @@ def test_every_group_of_an_object_is_needed() -> None:
     ) == [(0, 0, [5]), (1, 0, [6])]
 
 
-def test_a_candidate_names_all_blocks_to_be_held() -> None:
+def test_a_job_names_all_blocks_to_be_held() -> None:
     plan = plan_of(full(64), window(64, 32), separate=False)
-    runs = storable(plan, plan.groups[0], 0, [[1, 2], [0, 0, 5, 6]], {})
-    assert runs is not None
+    pages = storable(plan, plan.groups[0], 0, [[1, 2], [0, 0, 5, 6]], {})
+    assert pages is not None
 
-    assert Candidate(0, 0, runs).block_ids() == [1, 2, 5, 6]
+    assert CopyJob.of(1, "store", b"", [7], [0], [5], [0], [pages]).block_ids.tolist() == [
+        1,
+        2,
+        5,
+        6,
+    ]
 
 
 # ---------------------------------------------------------------------------------------- states

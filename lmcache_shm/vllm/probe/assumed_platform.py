@@ -5,7 +5,7 @@ The block size, the attention backend and so N depend on the platform. vLLM's ow
 code can be asked, provided that what needs the device or its compiled kernels is answered for it:
 the compute capability is *assumed*, kernels are stand-ins that say "not supported" (they decide
 about matrix products, not about the KV cache), and nothing is ever run. For one process that does
-nothing else; see :mod:`lmcache_shm.vllm.resolve`.
+nothing else; see :mod:`lmcache_shm.vllm.probe.resolve`.
 """
 
 import os

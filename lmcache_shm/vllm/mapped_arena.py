@@ -1,24 +1,25 @@
-"""A worker's hold on the server and on the arena: the connection that says it is there, the mapping it copies in."""
+"""A worker's connection to the server, and the arenas it has mapped."""
 
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from lmcache_shm.arena.job import CopyJob
 from lmcache_shm.arena.segment import Arena
 from lmcache_shm.client.client import WorkerClient
 from lmcache_shm.client.connection import Connection
-from lmcache_shm.client.jobs import Job, Place
+from lmcache_shm.client.jobs import Place
 from lmcache_shm.client.plan import CachePlan
 from lmcache_shm.config import Config
 from lmcache_shm.protocol.messages import HelloReply
 from lmcache_shm.transfer.engine import TransferEngine
-from lmcache_shm.vllm.layouts import RankLayout
+from lmcache_shm.transfer.pages import SlotLayout
 
 log = logging.getLogger("lmcache_shm")
 
 
-class Attachment(WorkerClient):
-    """Tells the server that this rank is there. What is wrong, the scheduler side says; this one is silent."""
+class WorkerConnection(WorkerClient):
+    """Registers this rank by being connected. Logs at debug level only: the scheduler side reports problems."""
 
     def __init__(
         self,
@@ -52,14 +53,19 @@ class Attachment(WorkerClient):
 
 
 @dataclass(eq=False)
-class Mount:
+class MappedArena:
     """An arena, the engine that copies in it, and the jobs that are underway there."""
 
     arena: Arena
     plan: CachePlan
-    layout: RankLayout
+    layouts: list[SlotLayout]
     engine: TransferEngine
-    jobs: dict[int, tuple[Job, Place]] = field(default_factory=dict)
+    jobs: dict[int, tuple[CopyJob, Place]] = field(default_factory=dict)
+
+    @property
+    def region_bytes(self) -> list[int]:
+        """Of this rank, by object group; 0 where it has nothing."""
+        return [layout.region_bytes for layout in self.layouts]
 
     def fits(self, place: Place) -> bool:
         """Whether slots are laid out here as whoever planned for `place` thinks. A server that took over an

@@ -1,9 +1,11 @@
-"""What travels from the scheduler to the workers with each step, and the little that travels back.
+"""vLLM's side of the interface: its objects as far as they are read here, and ours that it carries.
 
-It is pickled and broadcast to every rank, so it holds numbers only, and an ordinary step's is empty.
+What is carried is pickled and broadcast to every rank, so it holds numbers only, and an ordinary step's is empty.
 """
 
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
@@ -11,6 +13,34 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from lmcache_shm.client.jobs import StepCopies
+from lmcache_shm.client.requests import Request
+
+
+class ScheduledRequest(Request, Protocol):
+    """``vllm.v1.request.Request``; `identity` reads what else identifies its chunks."""
+
+    skip_reading_prefix_cache: bool
+    lora_request: Any
+    cache_salt: str | None
+    mm_features: Sequence[Any]
+    prompt_embeds: Any
+    prompt_is_token_ids: Any
+
+
+class ConnectorOutput(Protocol):
+    """``KVConnectorOutput``: what the workers report with a step."""
+
+    finished_recving: Iterable[str] | None
+    failed_recving: Iterable[str] | None
+    kv_connector_worker_meta: Any
+
+
+class KVCacheManager(Protocol):
+    """``vllm.v1.core.kv_cache_manager.KVCacheManager``; `SchedulerSide.bind` wraps the two methods."""
+
+    block_pool: Any
+    reset_prefix_cache: Callable[[], bool]
+    allocate_slots: Callable[..., Any]
 
 
 class StepMetadata(StepCopies, KVConnectorMetadata):

@@ -1,45 +1,83 @@
 """One step's stores over all requests: found cheaply, reserved in one message, turned into jobs."""
 
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
+from lmcache_shm.arena.job import CopyJob
 from lmcache_shm.client.client import unpack_rows
+from lmcache_shm.client.copy_plan import ChunkCopy, States, step_states, storable
 from lmcache_shm.client.counts import Counts
-from lmcache_shm.client.in_flight import StoreBook
-from lmcache_shm.client.jobs import Job, SlotCopy
-from lmcache_shm.client.registration import Epoch
-from lmcache_shm.client.store_plan import Candidate, States, step_states, storable
+from lmcache_shm.client.in_flight import InFlightStores
+from lmcache_shm.client.registration import Registration
+from lmcache_shm.client.requests import RequestState
 from lmcache_shm.protocol.keys import KEY
 from lmcache_shm.protocol.messages import BUSY, EXISTS, Reserve, Stepped
-from lmcache_shm.vllm.requests import RequestState
 
 MAX_ENTRIES = 64 << 10
-"""Of one reserve; what is beyond is not stored in this step."""
+"""Of one reservation; further chunks are not stored in this step."""
 
-Tables = tuple[list[int], ...]
+Tables = Sequence[Sequence[int]]
+
+
+class BlockPool(Protocol):
+    """The engine's blocks. A block with a reference is not given to another request."""
+
+    null_block: Any
+    """Stands in block tables where there is no block."""
+    blocks: Sequence[Any]
+    """By block id."""
+
+    def touch(self, blocks: Sequence[Any]) -> None:
+        """Take a reference on each."""
+
+    def free_blocks(self, ordered_blocks: Iterable[Any]) -> None:
+        """Release a reference on each; first to be evicted come first."""
+
+
+class BlockState(Protocol):
+    """Where the requests' tokens are once the step has run."""
+
+    boundary_state_offloads: Mapping[str, Sequence[tuple[int, int, int]]]
+    """By request: recurrent states as (KV cache group, block, boundary in tokens)."""
+
+    def get_block_ids(self, req_id: str) -> Tables | None:
+        """Block tables by KV cache group."""
+
+
+class EngineStep(Protocol):
+    """One step of the engine as it was scheduled."""
+
+    num_scheduled_tokens: Mapping[str, int]
+    scheduled_spec_decode_tokens: Mapping[str, Any]
+    preempted_req_ids: Iterable[str] | None
+    kv_connector_block_state: BlockState
 
 
 @dataclass(slots=True)
 class RequestStores:
-    """What one request could store in this step."""
+    """Chunks that one request could store in this step."""
 
     state: RequestState
-    candidates: list[Candidate]
+    candidates: list[ChunkCopy]
 
 
 class StorePlanner:
     """Scheduler thread only."""
 
-    def __init__(self, book: StoreBook, counts: Counts) -> None:
-        self._book = book
+    def __init__(self, in_flight: InFlightStores, counts: Counts) -> None:
+        self._in_flight = in_flight
         self._counts = counts
 
     def plan(
-        self, output: Any, epoch: Epoch, requests: Mapping[str, RequestState], pool: Any
+        self,
+        output: EngineStep,
+        registration: Registration,
+        requests: Mapping[str, RequestState],
+        pool: BlockPool,
     ) -> "Batch | None":
-        """What to ask the server for; None in most steps. A few integer comparisons per request, no more."""
+        """The reservation of this step; None in most steps. Costs a few integer comparisons per request."""
         blocks = output.kv_connector_block_state
         offers = blocks.boundary_state_offloads
         due: dict[str, int] = {}
@@ -47,7 +85,7 @@ class StorePlanner:
             state = requests.get(req_id)
             if state is None:
                 continue
-            if state.epoch is not epoch and not state.enter(epoch):
+            if state.registration is not registration and not state.enter(registration):
                 continue
             if state.request.num_computed_tokens + n >= state.next_end:
                 due[req_id] = n
@@ -60,33 +98,33 @@ class StorePlanner:
         for req_id, n in due.items():
             state = requests[req_id]
             tables = blocks.get_block_ids(req_id)
-            if tables is None or state.outdated or not state.enter(epoch):
+            if tables is None or state.outdated or not state.enter(registration):
                 continue
             drafts = req_id in output.scheduled_spec_decode_tokens
             stores = self._request(
-                state, epoch, n, tables, offers.get(req_id, ()), pool, drafts=drafts
+                state, registration, n, tables, offers.get(req_id, ()), pool, drafts=drafts
             )
             if stores.candidates:
                 found.append(stores)
         if not found:
             return None
-        if not self._book.has_room(len(found)):
+        if not self._in_flight.has_room(len(found)):
             self._counts.add("stores_skipped.backlog", sum(len(f.candidates) for f in found))
             return None
-        return Batch(epoch, found, pool, self._book, self._counts)
+        return Batch(registration, found, pool, self._in_flight, self._counts)
 
     def _request(
         self,
         state: RequestState,
-        epoch: Epoch,
+        registration: Registration,
         n: int,
         tables: Tables,
-        offers: Any,
-        pool: Any,
+        offers: Sequence[tuple[int, int, int]],
+        pool: BlockPool,
         *,
         drafts: bool,
     ) -> RequestStores:
-        request, plan, null = state.request, epoch.plan, pool.null_block.block_id
+        request, plan, null = state.request, registration.plan, pool.null_block.block_id
         start = request.num_computed_tokens
         # Draft tokens may be rejected, and those still to be sampled are not known.
         end = min(start + n, request.num_tokens)
@@ -103,7 +141,7 @@ class StorePlanner:
             for chunk in chunks:
                 if chunk >= len(keys):
                     continue
-                self._chunk(stores, epoch, chunk, tables, states, null)
+                self._chunk(stores, registration, chunk, tables, states, null)
         state.advance(done)
         self._hold(state, states, end, pool)
         return stores
@@ -111,7 +149,7 @@ class StorePlanner:
     def _chunk(
         self,
         stores: RequestStores,
-        epoch: Epoch,
+        registration: Registration,
         chunk: int,
         tables: Tables,
         states: States,
@@ -119,25 +157,25 @@ class StorePlanner:
     ) -> None:
         state = stores.state
         late = chunk < state.next_chunk
-        # Most of what came from a cache is in the arena; but a new arena does not have it.
-        cached = (chunk + 1) * epoch.plan.chunk_size <= state.prefix_tokens
+        # Chunks that came from a cache are mostly in the arena already, but not in a new one.
+        cached = (chunk + 1) * registration.plan.chunk_size <= state.prefix_tokens
         key = state.extend(chunk + 1).key(chunk) if cached else b""
-        for index, group in enumerate(epoch.plan.groups):
+        for index, group in enumerate(registration.plan.groups):
             if late and not group.recurrent:
                 continue
-            if cached and key in epoch.known[index]:
+            if cached and key in registration.known[index]:
                 continue
-            runs = storable(epoch.plan, group, chunk, tables, states, null)
-            if runs is None:
+            pages = storable(registration.plan, group, chunk, tables, states, null)
+            if pages is None:
                 if not cached:
                     why = "no_state" if group.recurrent else "no_block"
                     self._counts.add(f"stores_skipped.{why}")
                 continue
             if group.recurrent:
                 state.states.add(chunk)
-            stores.candidates.append(Candidate(index, chunk, runs))
+            stores.candidates.append(ChunkCopy(index, chunk, pages))
 
-    def _hold(self, state: RequestState, states: States, end: int, pool: Any) -> None:
+    def _hold(self, state: RequestState, states: States, end: int, pool: BlockPool) -> None:
         """Keep states whose chunk's last tokens are still being sampled; let go of those now dealt with."""
         for at in [at for at in state.held if at[1] <= end]:
             pool.free_blocks([state.held.pop(at)])
@@ -164,11 +202,16 @@ class Batch:
     """The stores of one step between planning and the server's answer."""
 
     def __init__(
-        self, epoch: Epoch, found: list[RequestStores], pool: Any, book: StoreBook, counts: Counts
+        self,
+        registration: Registration,
+        found: list[RequestStores],
+        pool: Any,
+        in_flight: InFlightStores,
+        counts: Counts,
     ) -> None:
-        self._epoch = epoch
+        self.registration = registration
         self._pool = pool
-        self._book = book
+        self._in_flight = in_flight
         self._counts = counts
         self._entries = [(stores.state, c) for stores in found for c in stores.candidates]
         if len(self._entries) > MAX_ENTRIES:
@@ -198,48 +241,52 @@ class Batch:
         """Nothing was reserved."""
         self._counts.add("stores_skipped.unreachable", len(self._entries))
 
-    @staticmethod
-    def rows_of(answer: Stepped) -> list[int]:
-        """Rows that were reserved after all."""
-        return [row for row in unpack_rows(answer.rows) if row >= 0]
-
-    def open_jobs(self, answer: Stepped) -> list[Job]:
+    def open_jobs(self, answer: Stepped) -> list[CopyJob]:
         """Fill in the token ids, take references on the blocks: one job per request that got rows."""
-        epoch, jobs = self._epoch, []
-        by_request: dict[int, tuple[RequestState, list[tuple[int, Candidate]]]] = {}
+        registration, jobs = self.registration, []
+        by_request: dict[int, tuple[RequestState, list[tuple[int, ChunkCopy]]]] = {}
         for row, (state, candidate) in zip(unpack_rows(answer.rows), self._entries, strict=True):
             if row >= 0:
                 by_request.setdefault(id(state), (state, []))[1].append((row, candidate))
             else:
                 self._refused(row, state, candidate)
         for state, granted in by_request.values():
-            jobs.append(self._open(epoch, state, granted))
+            jobs.append(self._open(registration, state, granted))
         return jobs
 
-    def _refused(self, row: int, state: RequestState, candidate: Candidate) -> None:
+    def _refused(self, row: int, state: RequestState, candidate: ChunkCopy) -> None:
         if row == EXISTS:
-            self._epoch.remember(candidate.group, state.extend(0).key(candidate.chunk))
+            self.registration.remember(candidate.group, state.extend(0).key(candidate.chunk))
             self._counts.add("stores_skipped.exists")
         else:
             self._counts.add("stores_skipped.busy" if row == BUSY else "stores_skipped.full")
 
-    def _open(self, epoch: Epoch, state: RequestState, granted: list[tuple[int, Candidate]]) -> Job:
-        arena, keys = epoch.arena, state.extend(0)
-        rows = [row for row, _ in granted]
-        offsets = arena.cold["offset"][rows].tolist()
-        generations = arena.hot["generation"][rows].tolist()
-        copies, held, marks = [], [], []
-        for (row, c), offset, generation in zip(granted, offsets, generations, strict=True):
-            tokens = keys.token_bytes(c.chunk)
-            at = offset + epoch.token_offset[c.group]
+    def _open(
+        self, registration: Registration, state: RequestState, granted: list[tuple[int, ChunkCopy]]
+    ) -> CopyJob:
+        arena, keys = registration.arena, state.extend(0)
+        rows, copies = [row for row, _ in granted], [copy for _, copy in granted]
+        offsets = arena.cold["offset"][rows]
+        for copy, offset in zip(copies, offsets.tolist(), strict=True):
+            tokens = keys.token_bytes(copy.chunk)
+            at = offset + registration.token_offset[copy.group]
             arena.data[at : at + len(tokens)] = tokens
-            copies.append(SlotCopy(row, offset, generation, c.group, c.runs))
-            held += c.block_ids()
-            marks.append((c.group, keys.key(c.chunk)))
-        blocks = [self._pool.blocks[i] for i in dict.fromkeys(held)]
+        job = CopyJob.of(
+            self._in_flight.next_id,
+            "store",
+            registration.arena_id,
+            rows,
+            offsets,
+            arena.hot["generation"][rows],
+            [copy.group for copy in copies],
+            [copy.pages for copy in copies],
+            adapter=state.adapter,
+        )
+        blocks = [self._pool.blocks[i] for i in dict.fromkeys(job.block_ids.tolist())]
         self._pool.touch(blocks)
+        keyed = [(copy.group, keys.key(copy.chunk)) for copy in copies]
         # A replica that writes nothing has taken part in the computation, with its own copy of the adapter.
         everybody = state.adapter is not None
-        job = self._book.open(epoch, rows, marks, blocks, everybody=everybody)
+        self._in_flight.add(registration, job, keyed, blocks, everybody=everybody)
         self._counts.add("stored_chunks", len(granted))
-        return Job(job.id, epoch.arena_id, copies, adapter=state.adapter)
+        return job

@@ -1,18 +1,44 @@
-"""What the scheduler side remembers of one request."""
+"""One request of an engine, as far as the cache has to remember it."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
-from lmcache_shm.client.jobs import Adapter
+from lmcache_shm.arena.job import Adapter
 from lmcache_shm.client.lookup import Hit
-from lmcache_shm.client.registration import Epoch
+from lmcache_shm.client.registration import Registration
 from lmcache_shm.protocol.keys import ChunkKeys, salt_word
-from lmcache_shm.vllm.adapters import KnownAdapters
-from lmcache_shm.vllm.identity import Unidentified, extra_of, salt_bytes
 
 NEVER = 1 << 62
+
+
+class Unidentified(Exception):
+    """Something in the request has no identity, so nothing of it may be stored or looked up."""
+
+
+class Identity(NamedTuple):
+    """What identifies a request's chunks beside their token ids."""
+
+    extra: Callable[[int], bytes] | None
+    """From a chunk's number to its extra identity; None if the tokens are all there is."""
+    salt: bytes
+    adapter: Adapter | None = None
+    """Of a LoRA adapter that it names: what is loaded of it. Part of `extra`."""
+
+
+class Request(Protocol):
+    """An engine's request, as it is now. Everything else of it is for `identify` to read."""
+
+    request_id: str
+    all_token_ids: Sequence[int]
+    num_tokens: int
+    num_prompt_tokens: int
+    num_computed_tokens: int
+
+
+Identify = Callable[[Any, int], Identity | None]
+"""Of a request, in chunks of so many tokens; None as long as it is not known. Raises Unidentified."""
 
 
 @dataclass(eq=False, slots=True)
@@ -23,11 +49,12 @@ class RequestState:
     """
 
     request: Any
-    adapters: KnownAdapters
+    """A `Request`; the adapter to an engine may read more of it."""
+    identify: Identify
     next_end: int = 0
     next_chunk: int = 0
     """First chunk that no step has been through yet."""
-    epoch: Epoch | None = None
+    registration: Registration | None = None
     """That `keys` and the cursors belong to."""
     keys: ChunkKeys | None = None
     extra: Callable[[int], bytes] | None = None
@@ -48,7 +75,7 @@ class RequestState:
     since: float = field(default_factory=time.monotonic)
     """When it was admitted last, in time.monotonic(): everything it holds was computed or loaded later."""
     prefix_tokens: int = 0
-    """What it got from a cache, ours or the engine's own, when it was last admitted."""
+    """Tokens that came from a cache, ours or the engine's own, when it was last admitted."""
     speculative: bool = False
     """Whether the engine speculates at all."""
     states: set[int] = field(default_factory=set)
@@ -56,38 +83,39 @@ class RequestState:
     held: dict[tuple[int, int], Any] = field(default_factory=dict)
     """(KV cache group, boundary) → block with a state whose tokens are not known yet, referenced."""
 
-    def enter(self, epoch: Epoch) -> bool:
-        """Make `keys` and cursors belong to `epoch`; False if this request cannot be cached."""
-        if self.epoch is epoch:
+    def enter(self, registration: Registration) -> bool:
+        """Make `keys` and cursors belong to `registration`; False if this request cannot be cached."""
+        if self.registration is registration:
             return self.keys is not None
-        lora = self.request.lora_request
-        self.adapter = self.adapters.of(lora) if lora is not None else None
-        if lora is not None and self.adapter is None:
-            return False  # for the time being: it is loaded with the first step that needs it
-        self.epoch, self.keys = epoch, None
-        self.rewind()
-        size = epoch.plan.chunk_size
+        size, self.adapter = registration.plan.chunk_size, None
         try:
-            self.extra = extra_of(self.request, size, self.adapter)
+            identity = self.identify(self.request, size)
+            if identity is None:
+                return False
         except Unidentified:
+            identity = None
+        self.registration, self.keys = registration, None
+        self.rewind()
+        if identity is None:
             self.next_end = NEVER
             return False
-        self.salt = salt_word(salt_bytes(self.request))
-        self.keys = ChunkKeys(epoch.seed, size)
+        self.extra, self.adapter = identity.extra, identity.adapter
+        self.salt = salt_word(identity.salt)
+        self.keys = ChunkKeys(registration.seed, size)
         return True
 
     def void(self) -> None:
         """Its adapter is another one now: what it holds has no identity, and it has to get a new one."""
-        self.outdated, self.epoch = True, None
+        self.outdated, self.registration = True, None
 
     def start_anew(self) -> None:
         """Its load was of no use: it is computed from its beginning."""
         self.no_external = self.passed_over = True
 
     def rewind(self) -> None:
-        """Begin anew: the prefix is being determined (again)."""
+        """Start over: the prefix is being determined (again)."""
         self.next_chunk = self.prefix_tokens = 0
-        self.next_end = self.epoch.plan.chunk_size if self.epoch is not None else 0
+        self.next_end = self.registration.plan.chunk_size if self.registration is not None else 0
         self.states.clear()
 
     def extend(self, chunks: int) -> ChunkKeys:
@@ -103,6 +131,6 @@ class RequestState:
 
     def advance(self, chunk: int) -> None:
         """Every chunk below `chunk` has been dealt with."""
-        if self.epoch is not None and chunk > self.next_chunk:
+        if self.registration is not None and chunk > self.next_chunk:
             self.next_chunk = chunk
-            self.next_end = (chunk + 1) * self.epoch.plan.chunk_size
+            self.next_end = (chunk + 1) * self.registration.plan.chunk_size
