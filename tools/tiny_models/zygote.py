@@ -33,7 +33,14 @@ IMPORTED = (
     "vllm.model_executor.model_loader.dummy_loader",
 )
 """By the zygote. No model and nothing of the connector: what vLLM's plugins and configuration import stays theirs."""
-LATE = ("LMCACHE_SHM_", "FAULT_", "PYTEST_CURRENT_TEST", "VLLM_RPC_BASE_PATH", "VLLM_CPU_OMP_THREADS_BIND", VARIABLE)
+LATE = (
+    "LMCACHE_SHM_",
+    "FAULT_",
+    "PYTEST_CURRENT_TEST",
+    "VLLM_RPC_BASE_PATH",
+    "VLLM_CPU_OMP_THREADS_BIND",
+    VARIABLE,
+)
 """Variables (or how they begin) that are read when an engine starts, not by an import."""
 EARLY_HOOKS = {"triton_interpret"}
 """Hooks that have to be installed before vLLM is imported."""

@@ -16,8 +16,8 @@ from lmcache_shm.arena import segment
 from lmcache_shm.arena.layout import SlotState
 from lmcache_shm.protocol.rules import ChunkedLocal, Full, Recurrent, Window
 from lmcache_shm.server.catalog.catalog import BUSY, EXISTS, FULL, Catalog
-from tests.unit.catalog import rig
-from tests.unit.catalog.rig import CHUNK, SLAB, Prefix, spec, usable_by_force
+from tests.unit.server import rig
+from tests.unit.server.rig import CHUNK, SLAB, Prefix, spec, usable_by_force
 
 Name = tuple[int, int, bytes]
 

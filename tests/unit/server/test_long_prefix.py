@@ -10,8 +10,8 @@ from lmcache_shm.arena.layout import SlotState
 from lmcache_shm.protocol.rules import ChunkedLocal, Full, Recurrent, Rule, Window
 from lmcache_shm.server.catalog import reservation
 from lmcache_shm.server.catalog.catalog import FULL, Catalog
-from tests.unit.catalog import rig
-from tests.unit.catalog.rig import CHUNK, SLAB, Prefix, reserve, reserve_all, spec, store
+from tests.unit.server import rig
+from tests.unit.server.rig import CHUNK, SLAB, Prefix, reserve, reserve_all, spec, store
 
 OTHER_RULES = st.one_of(
     st.just(Recurrent()),

@@ -10,8 +10,8 @@ from lmcache_shm.arena import memory, segment
 from lmcache_shm.arena.check import check
 from lmcache_shm.protocol.rules import Full, Recurrent
 from lmcache_shm.server.catalog.catalog import FULL, Catalog, CatalogError
-from tests.unit.catalog import rig
-from tests.unit.catalog.rig import SLAB, Prefix, reserve, spec, store, visible
+from tests.unit.server import rig
+from tests.unit.server.rig import SLAB, Prefix, reserve, spec, store, visible
 
 SLABS, THERE = 40, 9
 

@@ -11,8 +11,8 @@ from lmcache_shm.protocol import keys as k
 from lmcache_shm.protocol.descriptor import canonical, describe
 from lmcache_shm.protocol.rules import Full, Recurrent, Window
 from lmcache_shm.server.catalog.catalog import BUSY, Catalog, CatalogError
-from tests.unit.catalog import rig
-from tests.unit.catalog.rig import CHUNK, SLAB, Prefix, reserve, spec, store
+from tests.unit.server import rig
+from tests.unit.server.rig import CHUNK, SLAB, Prefix, reserve, spec, store
 
 
 @pytest.fixture

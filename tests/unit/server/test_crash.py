@@ -11,16 +11,16 @@ import pytest
 
 from lmcache_shm.arena import segment
 from lmcache_shm.server.catalog.catalog import Catalog
-from tests.unit.catalog import rig
-from tests.unit.catalog.rig import SLAB
+from tests.unit.server import rig
+from tests.unit.server.rig import SLAB
 
 CHURN = """
     import random, sys
     sys.path[:0] = {path!r}
     from lmcache_shm.arena import segment
     from lmcache_shm.server.catalog.catalog import Catalog
-    from tests.unit.catalog.rig import *
-    from tests.unit.catalog.test_catalog_stateful import MODELS
+    from tests.unit.server.rig import *
+    from tests.unit.server.test_catalog_stateful import MODELS
 
     arena = segment.adopt({name!r}, segment.Geometry(*{geometry!r}))
     catalog = Catalog(arena)

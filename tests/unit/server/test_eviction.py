@@ -9,8 +9,8 @@ from lmcache_shm.arena.layout import HOT_DTYPE, SlotState
 from lmcache_shm.protocol.rules import Full, Recurrent
 from lmcache_shm.server.catalog.catalog import BUSY, EXISTS, FULL, Catalog
 from lmcache_shm.server.catalog.eviction import victims
-from tests.unit.catalog import rig
-from tests.unit.catalog.rig import CHUNK, SLAB, Prefix, reserve, spec, store
+from tests.unit.server import rig
+from tests.unit.server.rig import CHUNK, SLAB, Prefix, reserve, spec, store
 
 
 @given(

@@ -18,7 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from lmcache_shm.server.metrics import COUNTERS, MetricsServer, SnapshotCollector, families
 from tests.unit.sample_snapshot import snapshot
 
-DASHBOARD = Path(__file__).parents[2] / "docs" / "grafana" / "lmcache-shm.json"
+DASHBOARD = Path(__file__).parents[3] / "docs" / "grafana" / "lmcache-shm.json"
 UNITS = (
     "bytes", "seconds", "tokens", "chunks", "slots", "slabs", "engines", "workers", "leases", "reservations",
     "loads", "lookups", "commits", "aborts", "evictions", "hits", "misses", "short", "rebinds", "clears", "restarts", "full",

@@ -8,8 +8,8 @@ import pytest
 
 from lmcache_shm.protocol.rules import Full
 from lmcache_shm.server.catalog.catalog import FULL, Catalog
-from tests.unit.catalog import rig
-from tests.unit.catalog.rig import CHUNK, spec
+from tests.unit.server import rig
+from tests.unit.server.rig import CHUNK, spec
 
 BUSY_MACHINE = 5
 BATCH = 512

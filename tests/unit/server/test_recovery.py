@@ -15,8 +15,8 @@ from lmcache_shm.arena.clients import ClientRecord, erase_client, start_time, wr
 from lmcache_shm.arena.layout import FLAG_DROP, SlotState
 from lmcache_shm.protocol.rules import Full, Recurrent, Window
 from lmcache_shm.server.catalog.catalog import Catalog, CatalogError
-from tests.unit.catalog import rig
-from tests.unit.catalog.rig import CHUNK, SLAB, Prefix, reserve, spec, store
+from tests.unit.server import rig
+from tests.unit.server.rig import CHUNK, SLAB, Prefix, reserve, spec, store
 
 GROUPS = [spec(Full(), 12345), spec(Window(40), 5000), spec(Recurrent(), 70001)]
 

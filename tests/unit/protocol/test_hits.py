@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lmcache_shm.protocol.rules import ChunkedLocal, Full, Recurrent, Window, needed, usable_chunks
-from tests.unit.catalog.rig import tokens_needed, usable_by_force
+from tests.unit.server.rig import tokens_needed, usable_by_force
 
 RULES = st.one_of(
     st.just(Full()),
