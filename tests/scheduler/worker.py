@@ -18,7 +18,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
-from lmcache_shm.vllm.connector import LMCacheShmConnector
+from lmcache_shm.vllm import LMCacheShmConnector
 from tests.scheduler.content import Stream, next_token
 from tests.scheduler.oracle import Oracle
 from tests.scheduler.storage import Group, Storage

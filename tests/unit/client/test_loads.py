@@ -6,8 +6,7 @@ import pytest
 
 from lmcache_shm.client.copy_plan import CannotLoad, ChunkCopy, plan_load
 from lmcache_shm.client.plan import CachePlan, make_plan
-
-from .worlds import full, groups_of, local, state, window
+from tests.unit.vllm_connector.worlds import full, groups_of, local, state, window
 
 C = 128
 

@@ -20,7 +20,7 @@ from lmcache_shm.server.counters import COUNTERS
 from lmcache_shm.server.metrics import MetricsServer, SnapshotCollector, families
 from tests.unit.sample_snapshot import snapshot
 
-DASHBOARD = Path(__file__).parents[2] / "docs" / "grafana" / "lmcache-shm.json"
+DASHBOARD = Path(__file__).parents[3] / "docs" / "grafana" / "lmcache-shm.json"
 UNITS = (
     "bytes", "seconds", "tokens", "chunks", "slots", "slabs", "engines", "workers", "leases", "reservations",
     "loads", "lookups", "commits", "aborts", "evictions", "hits", "misses", "short", "rebinds", "clears", "restarts", "full",

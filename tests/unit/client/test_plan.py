@@ -12,8 +12,7 @@ from lmcache_shm.client.plan import (
 )
 from lmcache_shm.protocol.rules import Full, Recurrent, Window
 from lmcache_shm.vllm.groups import check_recurrent
-
-from .worlds import engine, full, groups_of, local, state, window
+from tests.unit.vllm_connector.worlds import engine, full, groups_of, local, state, window
 
 
 # ---------------------------------------------------------------------------------- chunk sizes
