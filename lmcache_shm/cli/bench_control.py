@@ -6,11 +6,12 @@ from collections.abc import Callable
 
 import numpy as np
 
+from lmcache_shm.arena.slot import same_tokens
 from lmcache_shm.cli import bench_crowd
 from lmcache_shm.cli.bench_echo import echo_peers
 from lmcache_shm.cli.bench_rows import Row, laps, pace, quantiles, row
 from lmcache_shm.cli.bench_server import BenchEngine, private_server, reservation
-from lmcache_shm.protocol.keys import ChunkKeys, same_tokens, seed
+from lmcache_shm.protocol.keys import ChunkKeys, seed
 from lmcache_shm.protocol.messages import GroupInfo, Step, Stepped, frame
 
 CHUNK, TOKENS, STEP_TOKENS = 256, 128 << 10, 2048

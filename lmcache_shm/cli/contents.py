@@ -18,7 +18,8 @@ from lmcache_shm.cli.options import flags
 from lmcache_shm.cli.reach import server_of
 from lmcache_shm.config import server_config
 from lmcache_shm.protocol.messages import List, ListReply, Status, StatusReply
-from lmcache_shm.server.catalog.namespaces import CatalogError, Namespace, NamespaceStore
+from lmcache_shm.server.catalog.groups import CatalogError, Namespace
+from lmcache_shm.server.catalog.namespaces import NamespaceStore
 
 INSTANCE = ("instance", "runtime_dir")
 Json = Annotated[bool, typer.Option("--json", help="One JSON object.")]

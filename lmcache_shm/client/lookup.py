@@ -7,10 +7,11 @@ import numpy as np
 import numpy.typing as npt
 
 from lmcache_shm.arena.layout import SlotState
+from lmcache_shm.arena.slot import same_tokens
 from lmcache_shm.client.client import CacheClient
 from lmcache_shm.client.registration import Registration
-from lmcache_shm.protocol.keys import KEY, ChunkKeys, same_tokens
-from lmcache_shm.protocol.messages import Acquired
+from lmcache_shm.protocol.keys import ChunkKeys
+from lmcache_shm.protocol.messages import KEY, Acquired
 
 Rows = npt.NDArray[np.int32]
 

@@ -12,8 +12,7 @@ from lmcache_shm.client.counts import Counts
 from lmcache_shm.client.in_flight import InFlightStores
 from lmcache_shm.client.registration import Registration
 from lmcache_shm.client.requests import RequestState
-from lmcache_shm.protocol.keys import KEY
-from lmcache_shm.protocol.messages import BUSY, EXISTS, Reserve, Stepped
+from lmcache_shm.protocol.messages import BUSY, EXISTS, KEY, Reserve, Stepped
 
 MAX_ENTRIES = 64 << 10
 """Of one reservation; further chunks are not stored in this step."""

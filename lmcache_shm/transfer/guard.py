@@ -10,11 +10,10 @@ from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
-import xxhash
 
 from lmcache_shm.arena.job import CopyJob
 from lmcache_shm.arena.layout import SlotState
-from lmcache_shm.arena.slot import CHECKSUM_BYTES
+from lmcache_shm.arena.slot import CHECKSUM_BYTES, checksum, read_checksum, write_checksum
 from lmcache_shm.transfer.engine import (
     REASON_ARENA,
     REASON_CHECKSUM,
@@ -120,22 +119,23 @@ class SlotGuard:
 
     def write_checksum(self, one: InFlightJob, at: int) -> None:
         """Write the checksum of this rank's region of one slot, where one is kept."""
-        cell = self._checksum(one, at)
-        if cell is not None:
-            cell[0] = self._digest(one, at)
+        cell = self._checksum_at(one, at)
+        if cell >= 0:
+            write_checksum(self._bytes, cell, self._digest(one, at))
 
     def check_checksum(self, one: InFlightJob, at: int) -> str:
         """REASON_CHECKSUM if a kept checksum disagrees with the region, else ""."""
-        cell = self._checksum(one, at)
-        return "" if cell is None or int(cell[0]) == self._digest(one, at) else REASON_CHECKSUM
+        cell = self._checksum_at(one, at)
+        good = cell < 0 or read_checksum(self._bytes, cell) == self._digest(one, at)
+        return "" if good else REASON_CHECKSUM
 
-    def _checksum(self, one: InFlightJob, at: int) -> npt.NDArray[np.uint64] | None:
-        start = -1 if one.checksums is None else int(one.checksums[at])
-        if start < 0 or not self._region_bytes[one.job.groups[at]]:
-            return None
-        return self._bytes[start : start + CHECKSUM_BYTES].view(np.uint64)
+    def _checksum_at(self, one: InFlightJob, at: int) -> int:
+        """Offset of a slot's checksum of this rank; -1 where none is kept."""
+        if one.checksums is None or not self._region_bytes[one.job.groups[at]]:
+            return -1
+        return int(one.checksums[at])
 
     def _digest(self, one: InFlightJob, at: int) -> int:
         start = int(one.regions[at])
         end = start + int(self._region_bytes[one.job.groups[at]])
-        return xxhash.xxh3_64_intdigest(self._bytes[start:end].data)
+        return checksum(self._bytes[start:end])

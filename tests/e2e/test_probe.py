@@ -107,7 +107,10 @@ def test_the_cuda_answer_needs_no_gpu(tmp_path: Any, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize(
     ("name", "block", "layers", "content"),
-    [("glm5", 64, 6, 3 * 73728 + 3 * 8448), ("minimax_m3", 128, 5, 3 * 262144 + 2 * 32768)],
+    [
+        pytest.param("glm5", 64, 6, 3 * 73728 + 3 * 8448, marks=LONG),
+        ("minimax_m3", 128, 5, 3 * 262144 + 2 * 32768),
+    ],
 )
 def test_models_that_no_cpu_can_run_are_resolved_without_a_gpu(
     name: str, block: int, layers: int, content: int, tmp_path: Any, monkeypatch: pytest.MonkeyPatch

@@ -27,8 +27,8 @@ from lmcache_shm.client.in_flight import InFlightStores
 from lmcache_shm.client.plan import CachePlan, ObjectGroup
 from lmcache_shm.client.registration import Registration
 from lmcache_shm.config import Config
-from lmcache_shm.protocol.keys import KEY, ChunkKeys, seed
-from lmcache_shm.protocol.messages import GroupInfo, HelloReply, Register, Registered, Reserve
+from lmcache_shm.protocol.keys import ChunkKeys, seed
+from lmcache_shm.protocol.messages import KEY, GroupInfo, HelloReply, Register, Registered, Reserve
 from lmcache_shm.protocol.rules import Full, Recurrent
 from tests.faults import failpoints
 from tests.faults.payload import CHUNK, SHAPES, tokens

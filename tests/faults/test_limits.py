@@ -150,7 +150,8 @@ def test_a_dev_shm_that_others_fill_while_the_rest_is_reserved(instance: str) ->
         import os, sys
         from pathlib import Path
         from lmcache_shm.cli.admin import _status_lines
-        from tests.faults import cluster as module, held
+        from lmcache_shm.arena.owner import segment_names, shm_path
+from tests.faults import cluster as module, held
         from tests.faults.cluster import Cluster, until
         go = Path(os.environ["LMCACHE_SHM_RUNTIME_DIR"], sys.argv[1] + ".go")
         module.SERVER = held.PROGRAM + module.SERVER

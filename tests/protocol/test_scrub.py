@@ -17,8 +17,9 @@ from lmcache_shm.client.connection import Connection
 from lmcache_shm.protocol.messages import PROTOCOL, Attached, AttachWorker, Hello, Registered
 from lmcache_shm.protocol.rules import Full
 from lmcache_shm.server import scrub
-from lmcache_shm.server.catalog.catalog import Catalog, GroupSpec
-from lmcache_shm.server.events import Journal
+from lmcache_shm.server.catalog.catalog import Catalog
+from lmcache_shm.server.catalog.groups import GroupSpec
+from lmcache_shm.server.stats import EventLog
 from lmcache_shm.transfer.cpu import CpuEngine
 from lmcache_shm.transfer.pages import Part, RawTensor, SlotLayout, group_pages
 from tests.protocol.harness import (
@@ -271,7 +272,7 @@ class Alone:
         self.place = slot_geometry([self.SIZE], 1, CHUNK)
         spec = GroupSpec("full", Full(), self.place.slot_bytes)
         self.space = self.catalog.register(b"{}", [spec])
-        self.scrub = scrub.Scrub(self.arena, self.catalog, self.counters, Journal())
+        self.scrub = scrub.Scrub(self.arena, self.catalog, self.counters, EventLog())
         self.scrub.learn(self.place.checked)
 
     def store(self, number: int) -> int:

@@ -185,7 +185,7 @@ class Cache(Contents):
 
     # ---------------------------------------------------------------------------- hits
     def _acquires(self) -> int:
-        return int(self.server.service.latency["acquire"].count)
+        return int(self.server.service.stats.latency["acquire"].count)
 
     def _check_offer(
         self, request: Any, local: int, answer: tuple[int | None, bool], *, asked: bool

@@ -14,7 +14,8 @@ from tests.scheduler.oracle import Oracle
 from tests.scheduler.prefixes import Known, Prefixes
 from tests.scheduler.server import CacheServer
 from tests.scheduler.storage import Group, Storage
-from tests.scheduler.wiring import Wiring, ours
+from tests.scheduler.wiring import Wiring
+from tests.scheduler.worker import ours
 
 
 class Contents(Wiring):

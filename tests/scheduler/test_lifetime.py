@@ -102,10 +102,10 @@ def test_look_ups_that_are_repeated_for_lack_of_blocks_cost_one_lease(instance: 
         running = lab.add(lab.prompt(250, seed=2), 60)
         lab.turns(3)
         waiting = lab.add([*wanted, *lab.prompt(48, seed=9)])
-        before = lab.server.service.latency["acquire"].count
+        before = lab.server.service.stats.latency["acquire"].count
         lab.turns(20)
         assert ("RUNNING", "WAITING") == (lab.status(running), lab.status(waiting))
-        assert 1 == lab.server.service.latency["acquire"].count - before
+        assert 1 == lab.server.service.stats.latency["acquire"].count - before
         assert 20 == lab.server.pins
 
         lab.run()

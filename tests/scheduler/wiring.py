@@ -15,7 +15,6 @@ from lmcache_shm.arena.job import CopyJob
 from lmcache_shm.client.in_flight import InFlightStores
 from lmcache_shm.vllm import connector as connector_module
 from lmcache_shm.vllm import worker as worker_module
-from lmcache_shm.vllm.connector import LMCacheShmConnector
 from lmcache_shm.vllm.engine_api import StepMetadata
 from lmcache_shm.vllm.scheduler import SchedulerSide
 from lmcache_shm.vllm.worker import WorkerSide
@@ -23,6 +22,7 @@ from tests.scheduler.engine import Engine
 from tests.scheduler.families import Setup
 from tests.scheduler.late import LateEngine, Pace
 from tests.scheduler.server import CacheServer
+from tests.scheduler.worker import ours
 
 
 class Errors(logging.Handler):
@@ -35,12 +35,6 @@ class Errors(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         trace = f" ({record.exc_info[1]!r})" if record.exc_info else ""
         self.lines.append(record.getMessage() + trace)
-
-
-def ours(connector: Any) -> LMCacheShmConnector:
-    """Our connector: this one, or a child of this one."""
-    family = getattr(connector, "sub_connectors", [connector])
-    return next(c for c in family if isinstance(c, LMCacheShmConnector))
 
 
 def plan_in(metadata: Any) -> StepMetadata:

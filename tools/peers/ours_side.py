@@ -17,10 +17,11 @@ import numpy as np
 import numpy.typing as npt
 
 from lmcache_shm.arena.job import CopyJob, Pages
+from lmcache_shm.arena.slot import same_tokens
 from lmcache_shm.cli.bench_shapes import TORCH_OFFSET
 from lmcache_shm.client.client import CacheClient, WorkerClient
 from lmcache_shm.config import connector_config
-from lmcache_shm.protocol.keys import ChunkKeys, same_tokens, seed
+from lmcache_shm.protocol.keys import ChunkKeys, seed
 from lmcache_shm.protocol.messages import GroupInfo, HelloReply, Register, Reserve
 from lmcache_shm.transfer.cpu import CpuEngine
 from lmcache_shm.transfer.pages import Part, RawTensor, SlotLayout, group_pages

@@ -20,7 +20,8 @@ from lmcache_shm.client.registration import Registration
 from lmcache_shm.client.weights import Weights
 from lmcache_shm.protocol.keys import seed
 from lmcache_shm.protocol.messages import Acquired, Registered, Reserve, Stepped
-from lmcache_shm.server.catalog.catalog import Catalog, GroupSpec
+from lmcache_shm.server.catalog.catalog import Catalog
+from lmcache_shm.server.catalog.groups import GroupSpec
 from lmcache_shm.vllm.engine_api import StepMetadata
 from lmcache_shm.vllm.scheduler import SchedulerSide
 
