@@ -25,18 +25,19 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from gpu_layouts import Layout, Placement, layouts
 from rich.console import Console
 from rich.table import Table
 
+sys.path.insert(0, str(Path(__file__).parents[1]))  # for `python tools/gpu_check.py`
 from lmcache_shm.cli import bench_device
-from lmcache_shm.cli.bench_server import BenchEngine, PrivateServer, private_server
+from lmcache_shm.cli.bench_control import BenchEngine, PrivateServer, private_server
 from lmcache_shm.protocol.messages import GroupInfo
 from lmcache_shm.transfer.engine import CopyItem, CopyJob, JobKind, PageRun
 from lmcache_shm.transfer.pages import Part, RawTensor, SlotLayout, group_pages
 from lmcache_shm.transfer.plan import plan_pieces
-from lmcache_shm.transfer.simulated import Event
 from lmcache_shm.transfer.streams import StreamEngine
+from tools.gpu_layouts import Layout, Placement, layouts
+from tools.harness.simulated_device import Event, HostBed
 
 CHUNK, CHUNKS = 256, 3
 PIECE = (16 << 20) + 4096
@@ -141,7 +142,7 @@ class Case:
 
     def __init__(self, server: PrivateServer, bed: bench_device.Bed, layout: Layout) -> None:
         self.layout = layout
-        simulated = isinstance(bed, bench_device.HostBed)
+        simulated = isinstance(bed, HostBed)
         self.memory = (HostMemory if simulated else CudaMemory)(layout.nbytes)
         base = self.memory.address
         self.slots = []
@@ -405,7 +406,7 @@ def main() -> int:
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     console, began = Console(), time.monotonic()
     try:
-        bed = bench_device.CudaBed() if given.device == "cuda" else bench_device.HostBed()
+        bed = bench_device.CudaBed() if given.device == "cuda" else HostBed()
     except (ImportError, RuntimeError) as error:
         console.print(f"no usable GPU: {error}")
         return 2

@@ -19,7 +19,7 @@ import numpy as np
 from rich._export_format import CONSOLE_SVG_FORMAT
 from rich.console import Console
 
-from lmcache_shm.cli.bench_server import reservation
+from lmcache_shm.cli.bench_control import reservation
 from lmcache_shm.cli.top import Source
 from lmcache_shm.cli.top_history import History
 from lmcache_shm.cli.top_view import View, frame, joined

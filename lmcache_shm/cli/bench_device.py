@@ -1,6 +1,6 @@
 """Copies between a device and pinned memory: every back end and page size beside one large plain copy.
 
-Runs on CUDA, and on the simulated device, where the figures mean nothing but the program is the same.
+Any `Bed` will do; the tests bring one without a GPU, where the times mean nothing but the program is the same.
 """
 
 import statistics
@@ -12,15 +12,14 @@ import numpy as np
 import numpy.typing as npt
 
 from lmcache_shm.arena.layout import SlotState
-from lmcache_shm.cli.bench_rows import laps
-from lmcache_shm.cli.bench_transfer import GENERATION, BenchArena, bench_arena
+from lmcache_shm.cli.bench_results import laps
+from lmcache_shm.cli.bench_transfer import GENERATION, KIB, MIB, BenchArena, bench_arena
 from lmcache_shm.transfer.device import Device
 from lmcache_shm.transfer.engine import CopyItem, CopyJob, JobKind, PageRun
 from lmcache_shm.transfer.pages import Part, RawTensor, SlotLayout, group_pages
 from lmcache_shm.transfer.plan import Wish
 from lmcache_shm.transfer.streams import StreamEngine
 
-KIB, MIB = 1 << 10, 1 << 20
 PAGE_SIZES = tuple(kib * KIB for kib in (4, 8, 16, 32, 64, 256, 2048))
 LAYERS = 32
 KINDS: tuple[JobKind, JobKind] = ("store", "load")
@@ -62,23 +61,6 @@ class CudaBed:
     def release(self) -> None:
         self._held.clear()
         self._torch.cuda.empty_cache()
-
-
-class HostBed:
-    """The simulated device."""
-
-    def __init__(self) -> None:
-        from lmcache_shm.transfer.simulated import SimulatedDevice  # noqa: PLC0415
-
-        self.device: Device = SimulatedDevice()
-        self._held: list[npt.NDArray[np.uint8]] = []
-
-    def allocate(self, nbytes: int) -> int:
-        self._held.append(np.ones(nbytes, dtype=np.uint8))
-        return self._held[-1].ctypes.data
-
-    def release(self) -> None:
-        self._held.clear()
 
 
 def peak(bed: Bed, nbytes: int, rounds: int) -> dict[str, float]:

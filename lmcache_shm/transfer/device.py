@@ -1,4 +1,4 @@
-"""What the stream engine needs of an accelerator. ``cuda.py`` has the real one, ``simulated.py`` a fake.
+"""What the stream engine needs of an accelerator. ``cuda.py`` has the real one; the tests have a simulated one.
 
 Addresses are plain integers. ``kind`` names the stream: stores run on one, loads on another; work on one
 stream completes in the order in which it was given.

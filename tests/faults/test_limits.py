@@ -14,9 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults import cluster as cluster_module
 from tests.faults import held
-from tests.faults.cluster import Cluster, until
+from tools.harness import cluster as cluster_module
+from tools.harness.cluster import Cluster
+from tools.harness.wait import LONG_S, until
 
 as_root = pytest.mark.skipif(
     os.geteuid() != 0, reason="needs root to become another user or to mount"
@@ -110,7 +111,7 @@ def test_a_dev_shm_that_others_fill_later_costs_nothing(instance: str) -> None:
     """The arena was reserved at the start: with /dev/shm full, every byte of it can be written."""
     program = """
         import sys
-        from tests.faults.cluster import Cluster
+        from tools.harness.cluster import Cluster
         with Cluster(sys.argv[1]) as cluster:
             cluster.start_server()
             with open("/dev/shm/somebody", "wb") as file:
@@ -149,8 +150,10 @@ def test_a_dev_shm_that_others_fill_while_the_rest_is_reserved(instance: str) ->
         import os, sys
         from pathlib import Path
         from lmcache_shm.cli.admin import _status_lines
-        from tests.faults import cluster as module, held
-        from tests.faults.cluster import Cluster, until
+        from tests.faults import held
+        from tools.harness import cluster as module
+        from tools.harness.cluster import Cluster
+        from tools.harness.wait import LONG_S, until
         go = Path(os.environ["LMCACHE_SHM_RUNTIME_DIR"], sys.argv[1] + ".go")
         module.SERVER = held.PROGRAM + module.SERVER
         def backing():
@@ -174,7 +177,7 @@ def test_a_dev_shm_that_others_fill_while_the_rest_is_reserved(instance: str) ->
                 except OSError as error:
                     print(error.strerror)
             go.touch()
-            until(lambda: not backing()[1], "it gives up")
+            until(lambda: not backing()[1], "it gives up", LONG_S)
             print(*backing())
             print(*[line for line in _status_lines(cluster.status()) if "reserved:" in line])
             print(stores()["evictions"] > 0, cluster.prove()["wrong"])
@@ -184,7 +187,7 @@ def test_a_dev_shm_that_others_fill_while_the_rest_is_reserved(instance: str) ->
             os.unlink("/dev/shm/somebody")
             cluster.start_server()
             print(cluster.status()["server"]["adopted"]["slots"] == cluster.committed() > 10)
-            until(lambda: backing() == (64, False), "the rest is reserved")
+            until(lambda: backing() == (64, False), "the rest is reserved", LONG_S)
             assert engine.ask(wait_up=20.0)["up"]
             print(cluster.prove()["wrong"])
     """
@@ -230,7 +233,9 @@ def test_a_server_that_ends_before_all_is_reserved(
         assert found["server"]["adopted"]["slots"] == stored
         assert (found["arena"]["backed_bytes"], found["arena"]["growing"]) == (held.FIRST, True)
         go.touch()
-        until(lambda: not (cluster.status() or {})["arena"]["growing"], "the rest is reserved")
+        until(
+            lambda: not (cluster.status() or {})["arena"]["growing"], "the rest is reserved", LONG_S
+        )
         assert cluster.memory()[f"lmcache_shm.{instance}"] == 64 << 20
         assert engine.ask(wait_up=20.0)["up"]
         cluster.prove()
@@ -277,7 +282,7 @@ def test_a_server_with_few_descriptors_serves_whom_it_can(instance: str) -> None
                 sock = crowd.enter_context(socket.socket(socket.AF_UNIX))
                 sock.settimeout(5)
                 sock.connect(path)
-            until(lambda: "no file descriptor" in cluster.log.read_text(), "it says why")
+            until(lambda: "no file descriptor" in cluster.log.read_text(), "it says why", LONG_S)
             before = engine.counts
             after = engine.ask(run=10, seconds=20.0)["counts"]
             assert after["operations"] == before["operations"] + 10
@@ -326,7 +331,7 @@ def test_a_runtime_directory_that_cannot_be_written_serves_engines_and_no_new_se
     """As a container sees the host's: engines need only the socket; a server says what to change."""
     program = """
         import os, subprocess, sys
-        from tests.faults.cluster import Cluster
+        from tools.harness.cluster import Cluster
         folder = os.environ["LMCACHE_SHM_RUNTIME_DIR"]
         with Cluster(sys.argv[1]) as cluster:
             cluster.start_server()

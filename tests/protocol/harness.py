@@ -8,8 +8,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -41,19 +40,12 @@ from lmcache_shm.protocol.messages import (
     decode_reply,
     frame,
 )
+from tools.harness.wait import until
 
 SIZE_GB = "0.0625"
 CHUNK = 16
 REGION = 3333  # nasty, to expose rounding
 WAIT_S = 10.0
-
-
-def until(condition: Callable[[], object], what: str, seconds: float = WAIT_S) -> None:
-    """Wait for something that another process brings about and that sends no event here."""
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, f"not within {seconds} s: {what}"
-        time.sleep(0.005)
 
 
 class ServerProcess:

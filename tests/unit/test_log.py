@@ -9,6 +9,7 @@ import time
 import pytest
 
 from lmcache_shm import log
+from tools.harness.wait import until
 
 
 @pytest.fixture
@@ -89,9 +90,7 @@ def test_dropped_lines_are_counted(logger):
     for i in range(1500):
         logger.info("line %d", i)
     stream.released.set()
-    end = time.monotonic() + 10
-    while logger.handlers[0]._lines.qsize() and time.monotonic() < end:
-        time.sleep(0.001)
+    until(lambda: not logger.handlers[0]._lines.qsize(), "all lines are written")
     logger.info("last")
     logger.handlers[0].close()
 

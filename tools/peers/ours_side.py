@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from lmcache_shm.cli.bench_shapes import TORCH_OFFSET
+from lmcache_shm.cli.bench_transfer import TORCH_OFFSET
 from lmcache_shm.client.client import CacheClient, WorkerClient
 from lmcache_shm.config import connector_config
 from lmcache_shm.protocol.keys import ChunkKeys, same_tokens, seed

@@ -20,9 +20,9 @@ from lmcache_shm.transfer.engine import (
     REASON_DEADLINE,
     REASON_GENERATION,
 )
-from lmcache_shm.transfer.simulated import Event, SimulatedDevice
 from lmcache_shm.transfer.streams import StreamEngine
 from lmcache_shm.transfer.torch_device import TorchDevice
+from tools.harness.simulated_device import Event, SimulatedDevice
 
 from .rig import SLOT, WAIT, Rig
 from .worlds import WORLDS, FakeArena, dense_hnd, item, job

@@ -24,31 +24,20 @@ from lmcache_shm.client.connection import Connection, ControlError
 from lmcache_shm.client.reconnect import socket_path
 from lmcache_shm.config import Config
 from lmcache_shm.protocol.messages import PROTOCOL, Hello, Status, StatusReply
-from tests.faults import failpoints
-from tests.faults.engines import EngineProcess, state_of
+from tools.harness import failpoints
+from tools.harness.engines import EngineProcess, state_of
+from tools.harness.wait import LONG_S, until
 
 SERVER = (
     "import ctypes; ctypes.CDLL(None).prctl(1, 15)\n"
-    "from tests.faults.failpoints import install; install()\n"
-    "from tests.faults.sabotage import install; install()\n"
+    "from tools.harness.failpoints import install; install()\n"
+    "from tools.harness.sabotage import install; install()\n"
     "from lmcache_shm.cli.app import main; main()"
 )
 SIZE_GB = "0.0625"  # about 60 chunks, a quarter of what the engines want
 STOP_S = 0.6
 """How long a process stays stopped: longer than any deadline, so that others must have given up on it."""
-WAIT_S = 60.0
 SHM = Path("/dev/shm")
-
-
-def until(condition: Callable[[], Any], what: str, seconds: float = WAIT_S) -> Any:
-    """The condition's value once it is true; fails after the time. For what sends no event here."""
-    end = time.monotonic() + seconds
-    while True:
-        value = condition()
-        if value:
-            return value
-        assert time.monotonic() < end, f"not within {seconds} s: {what}"
-        time.sleep(0.01)
 
 
 class Cluster:
@@ -85,7 +74,11 @@ class Cluster:
                 [sys.executable, "-c", SERVER, "server", "--instance", self.instance, *self.flags],
                 env=environment, stdout=log, stderr=log,
             )  # fmt: skip
-        until(lambda: self.status() or self.server_state() in {"", "Z", "T"}, "the server greets")
+        until(
+            lambda: self.status() or self.server_state() in {"", "Z", "T"},
+            "the server greets",
+            LONG_S,
+        )
         if fault is None and self.server_state() in {"", "Z"}:
             raise AssertionError(f"the server ended: {self.log.read_text()[-2000:]}")
 
@@ -221,7 +214,7 @@ class Cluster:
         if status is not None and status["server"]["adopted"]:
             self.kept.append((before, status["server"]["adopted"]["slots"]))
 
-    def drive(self, over: Callable[[], Any], what: str, seconds: float = WAIT_S) -> None:
+    def drive(self, over: Callable[[], Any], what: str, seconds: float = LONG_S) -> None:
         """All engines work side by side, and what is dead or stopped is tended, until `over`."""
         assert self.work(over, seconds), f"not within {seconds} s: {what}; {dict(self.total())}"
 
@@ -240,7 +233,7 @@ class Cluster:
 
     def settle(self) -> None:
         """Let the engines finish what they are at; tend what is dead or stopped."""
-        end = time.monotonic() + WAIT_S
+        end = time.monotonic() + LONG_S
         self.attend()
         while self._stopped or any(engine.asked for engine in self.engines):
             assert time.monotonic() < end, "engines do not come to an end"
@@ -265,7 +258,7 @@ class Cluster:
 
         self.drive(all_work, "every engine works")
         self.settle()
-        until(self.drained, "pins, reservations and quarantine drain")
+        until(self.drained, "pins, reservations and quarantine drain", LONG_S)
         with self.arena() as arena:
             assert check(arena) == []
         total = self.total()

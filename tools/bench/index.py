@@ -10,7 +10,7 @@ import numpy as np
 
 from lmcache_shm.arena.memory import SHM_DIR
 from lmcache_shm.arena.segment import Arena, create
-from lmcache_shm.cli.bench_rows import Row, laps, quantiles, quiet, row
+from lmcache_shm.cli.bench_results import Row, laps, quantiles, quiet, row
 from lmcache_shm.protocol.rules import Full
 from lmcache_shm.server.catalog.catalog import Catalog, GroupSpec
 
@@ -18,6 +18,8 @@ SMALL, LARGE = 10_000, 1_000_000
 PROMPT = 512  # chunks
 CHUNK = 256
 SLOT_BYTES = 4096
+LABELS = 4
+"""Parts that `run` announces."""
 
 
 class Bench:

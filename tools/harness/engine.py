@@ -25,8 +25,8 @@ from lmcache_shm.client.client import CacheClient, unpack_rows
 from lmcache_shm.config import Config
 from lmcache_shm.protocol.keys import KEY, ChunkKeys, seed
 from lmcache_shm.protocol.messages import GroupInfo, HelloReply, Register, Reserve
-from tests.faults import failpoints
-from tests.faults.payload import CHUNK, SHAPES, tokens
+from tools.harness import failpoints
+from tools.harness.payload import CHUNK, SHAPES, tokens
 
 MAX_CHUNKS = 10
 DOCUMENTS = 24
@@ -43,7 +43,7 @@ class WorkerProcess:
         ours, theirs = socket.socketpair()
         options = options | {"fd": theirs.fileno()}
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.faults.worker", json.dumps(options)],
+            [sys.executable, "-m", "tools.harness.worker", json.dumps(options)],
             pass_fds=[theirs.fileno()],
         )
         theirs.close()
