@@ -21,8 +21,7 @@ from rich.console import Console
 
 from lmcache_shm.cli.bench_control import reservation
 from lmcache_shm.cli.top import Source
-from lmcache_shm.cli.top_history import History
-from lmcache_shm.cli.top_view import View, frame, joined
+from lmcache_shm.cli.top_view import History, View, frame, joined
 from lmcache_shm.client.connection import Connection
 from lmcache_shm.client.reconnect import socket_path
 from lmcache_shm.config import server_config

@@ -13,15 +13,12 @@ from lmcache_shm.arena.layout import SlotState
 from lmcache_shm.arena.segment import Arena, ArenaError, attach
 from lmcache_shm.arena.slot import token_area
 from lmcache_shm.cli.app import CommandError
-from lmcache_shm.cli.figures import count, duration, size
-from lmcache_shm.cli.options import flags
-from lmcache_shm.cli.reach import server_of
+from lmcache_shm.cli.command import INSTANCE, Json, flags, server_of
+from lmcache_shm.cli.formatting import count, duration, size
 from lmcache_shm.config import server_config
 from lmcache_shm.protocol.messages import List, ListReply, Status, StatusReply
 from lmcache_shm.server.catalog.namespaces import CatalogError, Namespace, NamespaceStore
 
-INSTANCE = ("instance", "runtime_dir")
-Json = Annotated[bool, typer.Option("--json", help="One JSON object.")]
 SHOWN_IDS = 16
 SHORT = 12
 """Hex digits of a key in lists; `inspect` takes any beginning that is unique."""

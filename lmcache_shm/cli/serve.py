@@ -28,8 +28,7 @@ from lmcache_shm.arena.segment import (
     shm_path,
 )
 from lmcache_shm.cli.app import CommandError
-from lmcache_shm.cli.backing import told
-from lmcache_shm.cli.figures import size
+from lmcache_shm.cli.formatting import reserved_size, size
 from lmcache_shm.client.reconnect import socket_path
 from lmcache_shm.config import OPTIONS, Config
 from lmcache_shm.server.catalog.catalog import Catalog, CatalogError
@@ -230,7 +229,7 @@ def announce(config: Config, service: Service, path: Path, adopted: dict[str, in
         return
     chunks = f"{config.chunk_size} tokens" if config.chunk_size else "as each model needs (auto)"
     end = "kept" if config.keep_arena else "removed"
-    backing = told(arena.backed_bytes, arena.data_bytes, growing=arena.growing)
+    backing = reserved_size(arena.backed_bytes, arena.data_bytes, growing=arena.growing)
     lines = [
         f"lmcache-shm {__version__}: instance {config.instance} is ready (pid {os.getpid()})",
         f"  arena   {shm_path(arena.data_name)}, {size(arena.data_bytes)}, {_found(adopted)}; {end} at the end",

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from lmcache_shm.cli.options import flags
+from lmcache_shm.cli.command import flags
 from lmcache_shm.config import SERVER, server_config
 
 

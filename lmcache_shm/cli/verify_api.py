@@ -9,10 +9,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from lmcache_shm.client.connection import Connection, ControlError
+from lmcache_shm.cli.command import connect
+from lmcache_shm.client.connection import ControlError
 from lmcache_shm.client.reconnect import socket_path
 from lmcache_shm.config import Config
-from lmcache_shm.protocol.messages import PROTOCOL, Hello, Status, StatusReply
+from lmcache_shm.protocol.messages import Status, StatusReply
 
 TOP = 5  # logprobs per token; the most that every deployment allows
 RESET_S = 30.0
@@ -125,9 +126,8 @@ def _reason(error: Exception) -> object:
 
 def counters(config: Config) -> Any:
     """The snapshot of the cache server of `config.instance`. Raises VerifyError when there is none."""
-    path = str(socket_path(config))
     try:
-        connection = Connection.open(path, Hello(PROTOCOL, "tool"))
+        connection = connect(socket_path(config), "verify", 30.0)
         try:
             return connection.call(Status(), StatusReply).snapshot
         finally:

@@ -11,10 +11,8 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from lmcache_shm.cli.top import Screen, rates
-from lmcache_shm.cli.top_history import History
-from lmcache_shm.cli.top_slabs import PLAIN, picture, slabs_per_cell
-from lmcache_shm.cli.top_tables import SORTS
-from lmcache_shm.cli.top_view import View, frame, joined
+from lmcache_shm.cli.top_tables import PLAIN, SORTS, picture, slabs_per_cell
+from lmcache_shm.cli.top_view import History, View, frame, joined
 from lmcache_shm.client.connection import Unavailable
 from tests.unit.sample_snapshot import later, snapshot
 

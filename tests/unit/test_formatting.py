@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmcache_shm.cli.figures import count, duration, percent, size, sparkline
+from lmcache_shm.cli.formatting import count, duration, percent, size, sparkline
 
 
 @pytest.mark.parametrize(
