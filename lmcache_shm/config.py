@@ -110,6 +110,13 @@ def text(given: Any) -> str:
     raise ValueError("a text")
 
 
+def title(given: Any) -> str:
+    """Any short text; "" stands for none."""
+    if isinstance(given, str) and len(given) <= 200 and "\0" not in given:
+        return given
+    raise ValueError("a name of at most 200 characters")
+
+
 # ------------------------------------------------------------------------------------------- table
 @dataclass(frozen=True, slots=True)
 class Option:
@@ -258,6 +265,11 @@ class Config:
         "exact", "", "exact: refuse a max_num_batched_tokens under which recurrent states end off "
         "chunk boundaries; any: accept it and cache the boundaries that the engine does snapshot.",
         one_of("exact", "any"), "engine",
+    )  # fmt: skip
+    weight_version: str = _option(
+        "", "", "Name of the weights that the engine loads. Engines of one model and one name share, wherever the files "
+        "lie, and these are not read to tell them from others. A version that vLLM is told later "
+        "(`/update_weight_version`) is added to it.", title, "engine", "what the files hold",
     )  # fmt: skip
     autostart_gb: float = _option(
         0.0, "GiB", "Start a detached server of this size when none is running; 0: never.",

@@ -62,5 +62,7 @@ class StepCopies:
     cancelled: list[int] = field(default_factory=list)
     """Loads whose bytes must not be used any more."""
     places: dict[bytes, Place] = field(default_factory=dict)
+    weights: dict[int, int] = field(default_factory=dict)
+    """Rank → changes of its weights that the scheduler knows of; a rank without an entry has none."""
     waiting: bool = False
     """Nothing is computed in this step, and nothing can be before a load has ended."""

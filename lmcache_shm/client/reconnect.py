@@ -100,6 +100,15 @@ class Link:
             )
         return self.hello
 
+    def renew(self) -> None:
+        """Give up the connection in use and dial anew: what was registered on it is void. Also what a broken
+        connection voids: leases, and rows that were reserved."""
+        with self._lock:
+            connection, self._connection = self._connection, None
+            if connection is not None:
+                self._lost()
+                connection.shutdown()
+
     def close(self) -> None:
         """End the connection and the thread; the mapping stays as long as someone uses it."""
         self._closed.set()

@@ -36,6 +36,8 @@ class Epoch:
     """Ranks that copy when something is stored: one of each set of replicas."""
     known: list[set[bytes]] = field(default_factory=list)
     number: int = field(default_factory=lambda: next(_numbers))
+    weights: str = ""
+    """What the engine had in memory (`Weights.identity`) when the namespace was chosen."""
 
     @classmethod
     def of(
@@ -47,6 +49,7 @@ class Epoch:
         descriptor: bytes,
         world: int,
         replicas: int,
+        weights: str,
     ) -> "Epoch":
         place = Place(
             registered.client,
@@ -65,6 +68,7 @@ class Epoch:
             place=place,
             writers=np.arange(0, world, replicas),
             known=[set() for _ in plan.groups],
+            weights=weights,
         )
 
     @property

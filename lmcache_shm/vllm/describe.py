@@ -7,12 +7,18 @@ import hashlib
 import json
 import re
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import vllm
 
 from lmcache_shm.arena.layout import FORMAT_VERSION
+from lmcache_shm.client.fingerprint import (
+    Memory,
+    Unidentified,
+    default_memory,
+    identity_on_disk,
+    started,
+)
 from lmcache_shm.client.plan import CachePlan
 from lmcache_shm.protocol.descriptor import canonical
 from lmcache_shm.protocol.rules import rule_words
@@ -20,30 +26,42 @@ from lmcache_shm.vllm.layouts import WorkerFacts
 
 # Facts of the loaded configuration object that say nothing about the model.
 _NOT_THE_MODEL = {"_name_or_path", "transformers_version", "_commit_hash"}
-_SNAPSHOT = re.compile(r"models--(.+?)--(.+?)/snapshots/([0-9a-f]{40})/?$")
 _COMMIT = re.compile(r"/snapshots/([0-9a-f]{40})/")
-_WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
+# Load formats whose bytes are those of files in the model's own folder or repository.
+_FROM_FILES = {
+    "auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "pt", "npcache", "mistral", "gguf",
+    "bitsandbytes", "sharded_state", "runai_streamer", "runai_streamer_sharded",
+}  # fmt: skip
 _DRAFTS_WITHOUT_A_MODEL = {"ngram", "ngram_gpu", "suffix"}
 # Rotary embeddings whose angles depend on the longest sequence that the engine allows.
 _LENGTH_DEPENDENT = {"longrope", "su", "dynamic"}
 
 
 def descriptor(
-    vllm_config: Any, kv_cache_config: Any, plan: CachePlan, workers: Sequence[WorkerFacts]
+    vllm_config: Any,
+    kv_cache_config: Any,
+    plan: CachePlan,
+    workers: Sequence[WorkerFacts],
+    weights: str,
 ) -> bytes:
-    """Canonical bytes of the namespace; `workers` by rank (empty if the executor hands none over)."""
-    return canonical(facts(vllm_config, kv_cache_config, plan, workers))
+    """Canonical bytes of the namespace; `workers` by rank (empty if the executor hands none over), `weights`:
+    `client.weights.Weights.identity`."""
+    return canonical(facts(vllm_config, kv_cache_config, plan, workers, weights))
 
 
 def facts(
-    vllm_config: Any, kv_cache_config: Any, plan: CachePlan, workers: Sequence[WorkerFacts]
+    vllm_config: Any,
+    kv_cache_config: Any,
+    plan: CachePlan,
+    workers: Sequence[WorkerFacts],
+    weights: str,
 ) -> dict[str, Any]:
     """The namespace as a tree of names, for `descriptor` and for people."""
     parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
     return {
         "format": FORMAT_VERSION,
         "vllm": vllm.__version__,
-        "model": model_facts(vllm_config),
+        "model": model_facts(vllm_config, weights),
         "kv_cache": {
             "dtype": str(cache.cache_dtype),
             "layout": str(kv_cache_config.kv_cache_layout or cache.kv_cache_layout),
@@ -95,23 +113,24 @@ def _worker_facts(workers: Sequence[WorkerFacts]) -> dict[str, Any]:
 
 def _speculative_facts(vllm_config: Any) -> dict[str, Any] | None:
     """The model that drafts, if one does: its layers may be in the KV cache groups, too."""
-    spec = vllm_config.speculative_config
+    draft, spec = _draft(vllm_config), vllm_config.speculative_config
     if spec is None or str(spec.method) in _DRAFTS_WITHOUT_A_MODEL:
         return None
-    draft = getattr(spec, "draft_model_config", None)
     told: dict[str, Any] = {"method": str(spec.method), "tokens": spec.num_speculative_tokens}
-    return told | (_weights_facts(draft, vllm_config.load_config) if draft is not None else {})
+    return told | ({"config": _config_digest(draft)} if draft is not None else {})
 
 
 # ------------------------------------------------------------------------------------- the model
-def model_facts(vllm_config: Any) -> dict[str, Any]:
+def model_facts(vllm_config: Any, weights: str) -> dict[str, Any]:
     """Which weights, in which types, computing with which configuration."""
     model = vllm_config.model_config
     config = model.hf_config.to_dict()
     told = {
         "dtype": str(model.dtype),
         "quantization": str(model.quantization),
-        **_weights_facts(model, vllm_config.load_config),
+        "config": _config_digest(model),
+        "load_format": _load_format(vllm_config),
+        "weights": weights,
     }
     rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
     if _LENGTH_DEPENDENT & {str(value) for value in rope.values() if isinstance(value, str)}:
@@ -119,52 +138,59 @@ def model_facts(vllm_config: Any) -> dict[str, Any]:
     return told
 
 
-def _weights_facts(model: Any, load_config: Any) -> dict[str, Any]:
-    """What a ModelConfig computes with."""
+def _config_digest(model: Any) -> str:
     config = model.hf_config.to_dict()
     known = {name: value for name, value in config.items() if name not in _NOT_THE_MODEL}
-    told = {"config": _digest(json.dumps(known, sort_keys=True, default=str))}
-    load_format = str(getattr(load_config, "load_format", "auto")).rpartition(".")[2]
-    if load_format.lower() == "dummy":
-        # Made up from the configuration and the seed; where the configuration lies does not matter.
-        return told | {"weights": "dummy", "seed": model.seed}
-    return told | {"weights": identity_of(model.model, model.revision)}
+    return _digest(json.dumps(known, sort_keys=True, default=str))
 
 
-def identity_of(model: str, revision: str | None) -> str:
-    """What tells one set of weights from another, without reading them.
+def _load_format(vllm_config: Any) -> str:
+    return str(getattr(vllm_config.load_config, "load_format", "auto")).rpartition(".")[2].lower()
 
-    A repository: its name and commit. A directory: its path, and name, size and time of every weights
-    file, so that weights saved over older ones are not taken for these.
+
+def _draft(vllm_config: Any) -> Any:
+    """The ModelConfig of the model that drafts, if one with weights does."""
+    spec = vllm_config.speculative_config
+    if spec is None or str(spec.method) in _DRAFTS_WITHOUT_A_MODEL:
+        return None
+    return getattr(spec, "draft_model_config", None)
+
+
+def loaded_weights(vllm_config: Any) -> str:
+    """The fingerprint of what this engine's workers have loaded: the model and, if there is one, the draft model.
+
+    Takes as long as reading the files, unless they were read before. Raises Unidentified and OSError.
     """
-    snapshot = _SNAPSHOT.search(model)
-    if snapshot:
-        return f"{snapshot[1]}/{snapshot[2]}@{snapshot[3]}"
-    path = Path(model)
-    if path.is_dir():
-        return f"{path.resolve()}#{_fingerprint(path)}"
-    if path.is_file():
-        stat = path.stat()
-        return f"{path.resolve()}#{stat.st_size}-{stat.st_mtime_ns}"
-    return f"{model}@{_commit(model, revision) or revision or 'main'}"
+    load_format, memory = _load_format(vllm_config), default_memory()
+    models = [vllm_config.model_config, _draft(vllm_config)]
+    return " + ".join(_loaded(model, load_format, memory) for model in models if model is not None)
 
 
-def _fingerprint(folder: Path) -> str:
-    files = sorted(file for pattern in _WEIGHTS for file in folder.glob(pattern))
-    stats = [(file.name, file.stat()) for file in files]
-    return _digest(json.dumps([[name, s.st_size, s.st_mtime_ns] for name, s in stats]))
+def _loaded(model: Any, load_format: str, memory: Memory) -> str:
+    if load_format == "dummy":
+        # Made up from the configuration and the seed; where the configuration lies does not matter.
+        return f"dummy, seed {model.seed}"
+    elsewhere = getattr(model, "model_weights", "")  # in an object store
+    if load_format not in _FROM_FILES or elsewhere:
+        raise Unidentified(f"weights of load format {load_format} may come from anywhere")
+    commit = _commit(model)
+    return identity_on_disk(model.model, model.revision, commit, started(), memory)
 
 
-def _commit(model: str, revision: str | None) -> str:
+def _commit(model: Any) -> str | None:
     """The commit of a repository's local copy, if there is one."""
+    of_config = getattr(model.hf_config, "_commit_hash", None)
+    # The configuration may be asked for from somewhere else than the weights.
+    if isinstance(of_config, str) and not getattr(model, "hf_config_path", None):
+        return of_config
     try:
         from huggingface_hub import try_to_load_from_cache  # noqa: PLC0415  (slow to import)
 
-        found = try_to_load_from_cache(model, "config.json", revision=revision)
+        found = try_to_load_from_cache(model.model, "config.json", revision=model.revision)
     except Exception:  # noqa: BLE001  (a name that is none, another hub, no cache: the revision has to do)
-        return ""
+        return None
     match = _COMMIT.search(found) if isinstance(found, str) else None
-    return match[1] if match else ""
+    return match[1] if match else None
 
 
 def _digest(text: str) -> str:

@@ -21,12 +21,15 @@ class StepMetadata(StepCopies, KVConnectorMetadata):
 class RefusedStores(KVConnectorWorkerMetadata):
     """Store jobs that ranks did not even begin, mostly because the arena is not the one they have mapped.
 
-    Such a job may have no board to be reported on. `ranks`: job → ranks that refused it.
+    Such a job may have no board to be reported on. `ranks`: job → ranks that refused it. `weights`: rank → the
+    number of changes of its weights and the time.monotonic() of the last one, if the scheduler knew of fewer.
     """
 
     ranks: dict[int, set[int]] = field(default_factory=dict)
+    weights: dict[int, tuple[int, float]] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         for job, ranks in other.ranks.items():
             self.ranks.setdefault(job, set()).update(ranks)
+        self.weights.update(other.weights)
         return self

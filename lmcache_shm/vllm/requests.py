@@ -1,5 +1,6 @@
 """What the scheduler side remembers of one request."""
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -36,6 +37,8 @@ class RequestState:
     """A load failed just now: the next time it is asked about, vLLM shall skip it once."""
     outdated: bool = False
     """Holds KV from before the cache was reset, so nothing of it may be stored until it is recomputed."""
+    since: float = field(default_factory=time.monotonic)
+    """When it was admitted last, in time.monotonic(): everything it holds was computed or loaded later."""
     prefix_tokens: int = 0
     """What it got from a cache, ours or the engine's own, when it was last admitted."""
     speculative: bool = False

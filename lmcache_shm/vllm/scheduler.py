@@ -27,6 +27,7 @@ from lmcache_shm.vllm.start import Start
 
 log = logging.getLogger("lmcache_shm")
 
+NEVER = float("inf")
 NOTHING = (0, False)
 LATER = (None, False)
 SETTLE_S = 10.0
@@ -49,8 +50,11 @@ class SchedulerSide:
         self._loading = Loading(self.counts)
         self._recomputing: set[str] = set()
         """Requests whose load failed, and that were not scheduled again since."""
-        self._clear_first = False
-        self._local_outdated = False  # vLLM's own cache may hold blocks from before a reset
+        # Rank → changes of its weights that it has reported.
+        self._counted: dict[int, int] = {}
+        self._weights_since = start.weights.since
+        self._dirty_since = NEVER  # the first step since vLLM's own cache was last empty
+        self._local_outdated = False  # it may hold blocks that other weights have computed
         self._null = 0
 
     # -------------------------------------------------------------------------------- requests
@@ -76,6 +80,7 @@ class SchedulerSide:
             return LATER
         epoch = self._current()
         self._drop_states(state)
+        state.since = time.monotonic()
         state.outdated = self._local_outdated and local_tokens > 0
         if epoch is None or not state.enter(epoch):
             self._drop_hit(state)
@@ -176,8 +181,11 @@ class SchedulerSide:
     # ------------------------------------------------------------------------------------ steps
     def build_metadata(self, output: Any) -> StepMetadata:
         """Plan this step's stores, settle what has ended, one round trip if anything is to be said."""
-        meta = StepMetadata()
+        self._notice()
+        meta = StepMetadata(weights=self._counted)
         self._loading.tell(meta)
+        if output.num_scheduled_tokens or len(self._loading):
+            self._dirty_since = min(self._dirty_since, time.monotonic())
         everybody = len(self._loading) == len(self._requests) > 0
         meta.waiting = everybody and not output.num_scheduled_tokens
         with self.survives("planning stores"):  # the loads go on their way in any case
@@ -255,6 +263,7 @@ class SchedulerSide:
         refused = connector_output.kv_connector_worker_meta
         if isinstance(refused, RefusedStores):
             self.book.refuse(refused.ranks)
+            self._weights_changed(refused.weights)
         self.settler.wake()
 
     def has_pending_block_frees(self) -> bool:
@@ -283,8 +292,10 @@ class SchedulerSide:
 
         def reset_when_settled() -> bool:
             self.wait_settled(SETTLE_S)
-            self._local_outdated = not reset()
-            return not self._local_outdated
+            emptied = bool(reset())
+            if emptied:
+                self._dirty_since, self._local_outdated = NEVER, False
+            return emptied
 
         def count_when_released() -> int:
             if not allocating:
@@ -305,21 +316,9 @@ class SchedulerSide:
         self.pool.get_num_free_blocks = count_when_released
 
     def reset(self) -> bool:
-        """Forget the namespace (weights have changed); nothing computed before may be stored or served."""
-        self._loading.cancel()
-        for state in self._requests.values():
-            self._drop_hit(state)
-            state.outdated = True
-        epoch = self.start.latest
-        if epoch is not None:
-            for known in epoch.known:
-                known.clear()
-        self._clear_first = True
-        self._current()
-        if self._clear_first:
-            log.warning(
-                "lmcache_shm: the server cannot be told to forget now; nothing is used before it was"
-            )
+        """The weights may have changed: move to another namespace. Nothing computed before is stored or served."""
+        self.start.weights.reset()
+        self._notice()
         return True
 
     def wait_settled(self, timeout_s: float) -> bool:
@@ -343,13 +342,35 @@ class SchedulerSide:
 
     # ------------------------------------------------------------------------------------ inside
     def _current(self) -> Epoch | None:
-        """The epoch to work in; after a reset only once the server has forgotten, too."""
-        epoch = self.start.current()
-        if epoch is not None and self._clear_first:
-            if self.client.clear() is None:
-                return None
-            self._clear_first = False
-        return epoch
+        """The epoch to work in; it belongs to the weights in memory."""
+        self._notice()
+        return self.start.current()
+
+    def _notice(self) -> None:
+        """If the weights changed: cancel loads, and mark what was computed before as outdated."""
+        since = self.start.weights.since
+        if since != self._weights_since:
+            self._weights_since = since
+            self._outdate(since)
+
+    def _weights_changed(self, told: dict[int, tuple[int, float]]) -> None:
+        """Ranks reported changes of their weights: rank → (number, time of the last one)."""
+        if not told:
+            return
+        self._counted = self._counted | {rank: count for rank, (count, _) in told.items()}
+        if not self.start.weights.changed(max(at for _, at in told.values())):
+            # The engine has moved on since, so only the count was outdated: plan the refused stores again.
+            for state in self._requests.values():
+                state.epoch = None
+        self._notice()
+
+    def _outdate(self, at: float) -> None:
+        """The weights changed at `at`."""
+        self._loading.cancel()
+        self._local_outdated = self._local_outdated or self._dirty_since <= at
+        for state in self._requests.values():
+            self._drop_hit(state)
+            state.outdated = state.outdated or state.since <= at
 
     def _settle_now(self) -> bool:
         """Whether blocks were released."""

@@ -7,6 +7,7 @@ the background; an error then is one line in the log, and the cache stays off.
 
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
@@ -16,17 +17,21 @@ from lmcache_shm.client.client import CacheClient
 from lmcache_shm.client.groups import ModelError
 from lmcache_shm.client.plan import CachePlan, chosen_chunk_size, make_plan
 from lmcache_shm.client.registration import Epoch
+from lmcache_shm.client.weights import PRIVATE, Weights, private
 from lmcache_shm.config import Config
 from lmcache_shm.protocol.messages import GroupInfo, HelloReply, Register, Registered
 from lmcache_shm.protocol.rules import rule_words
-from lmcache_shm.vllm.describe import descriptor
+from lmcache_shm.vllm.describe import descriptor, loaded_weights
 from lmcache_shm.vllm.groups import check_recurrent, kv_groups
+from lmcache_shm.vllm.hooks import watch_engine
 from lmcache_shm.vllm.layouts import WorkerFacts
 
 log = logging.getLogger("lmcache_shm")
 
 HELLO_S = 2.0
 """A server whose socket is there has this long to answer at engine start."""
+IDENTIFIED_S = 2.0
+"""The engine start waits this long for the fingerprint of the weights; reading all of them may take minutes."""
 READY_S = 10.0
 """And this long, once it has answered and all workers are up, to register the engine."""
 
@@ -45,6 +50,10 @@ class Start:
         self.groups, self.ignored = kv_groups(kv_cache_config, dcp)
         self._notes = check_recurrent(vllm_config, self.groups, config.mamba_steps)
         self.client = CacheClient(config, engine_id(vllm_config), self._register, self._registered)
+        self.weights = Weights(
+            engine_id(vllm_config), config.weight_version, lambda: loaded_weights(vllm_config)
+        )
+        self._registering = ""  # the weights that the registration underway is for
         self._workers: list[WorkerFacts] = []
         self._workers_known = threading.Event()
         self._plan: CachePlan | None = None
@@ -61,6 +70,8 @@ class Start:
 
     def open(self) -> None:
         """Begin to look for a server. Raises ModelError if one answers in time and does not suit the model."""
+        watch_engine()
+        self.weights.find()
         if self.config.autostart_gb:
             try:
                 ensure_server(self.config)
@@ -84,7 +95,7 @@ class Start:
             return
         self._workers = sorted(workers, key=lambda w: w.rank)
         self._workers_known.set()
-        if workers and self.client.hello is not None:
+        if workers and self.client.hello is not None and self.weights.wait(IDENTIFIED_S):
             self.client.wait(READY_S)
             if self.client.refusal is not None:
                 self.client.close()
@@ -98,7 +109,23 @@ class Start:
             self.set_workers([])
         while self._coming:
             self._epoch = self._coming.popleft()
-        return self._epoch if self.client.up else None
+        epoch = self._epoch if self.client.up else None
+        if epoch is not None and epoch.weights != self.weights.identity:
+            return self._move(epoch)
+        return epoch
+
+    def _move(self, epoch: Epoch) -> Epoch | None:
+        """Register for the namespace of the weights that are in memory now. Waits at most the deadline of a look-up;
+        None if that was too short."""
+        end = time.monotonic() + self.config.deadline_ms / 1e3
+        if epoch.weights.startswith(PRIVATE):
+            self.client.clear()  # no other engine can have the token
+        self.client.renew()
+        self.client.wait(max(end - time.monotonic(), 0))
+        while self._coming:
+            self._epoch = self._coming.popleft()
+        current = self._epoch if self.client.up else None
+        return current if current and current.weights == self.weights.identity else None
 
     def plan_for(self, hello: HelloReply) -> CachePlan:
         """The plan under this server's options. Raises ModelError."""
@@ -109,8 +136,12 @@ class Start:
     def _register(self, hello: HelloReply) -> Register:
         plan = self.plan_for(hello)
         self._workers_known.wait()
+        self.weights.wait()
         self._plan = plan
-        self._descriptor = descriptor(self.vllm_config, self.kv_cache_config, plan, self._workers)
+        self._registering = self.weights.identity or private()
+        self._descriptor = descriptor(
+            self.vllm_config, self.kv_cache_config, plan, self._workers, self._registering
+        )
         return Register(
             engine_id=self.client.engine_id,
             world=self.world,
@@ -126,7 +157,14 @@ class Start:
         if arena is None or plan is None:
             raise ValueError("registered without an arena")
         self.latest = Epoch.of(
-            registered, hello, arena, plan, self._descriptor, self.world, self.replicas
+            registered,
+            hello,
+            arena,
+            plan,
+            self._descriptor,
+            self.world,
+            self.replicas,
+            self._registering,
         )
         self._coming.append(self.latest)
         if self._logged != plan:
@@ -141,6 +179,9 @@ class Start:
 
     def close(self) -> None:
         self._workers_known.set()
+        self.weights.close()
+        if self._epoch is not None and self._epoch.weights.startswith(PRIVATE):
+            self.client.clear()  # as in `_move`
         self.client.close()
 
 

@@ -22,6 +22,7 @@ from lmcache_shm.transfer.pages import GroupPages
 from lmcache_shm.transfer.plan import Wish
 from lmcache_shm.transfer.select import open_engine
 from lmcache_shm.vllm.groups import kv_groups
+from lmcache_shm.vllm.hooks import CHANGES, watch_worker
 from lmcache_shm.vllm.layouts import (
     WorkerFacts,
     pages_by_group,
@@ -70,6 +71,13 @@ class WorkerSide:
         self._refused: dict[int, set[int]] = {}
         self._void: set[int] = set()
         """Loads that were cancelled: failed, however they end."""
+        watch_worker()
+        self._weights = CHANGES
+        self._first = CHANGES.count  # earlier changes belong to another engine of this process
+        CHANGES.listeners.append(self._weights_changed)
+        # Changes of the weights that the scheduler knew of when it planned this step.
+        self._planned_for = 0
+        self._loads: set[int] = set()  # underway
         self._said: dict[str, float] = {}
         self._submitted = threading.Event()
         self._closed = False
@@ -133,6 +141,7 @@ class WorkerSide:
     # ------------------------------------------------------------------------------------- steps
     def start_loads(self, meta: StepMetadata) -> None:
         """Submit this step's loads, after the work that was submitted to the device before."""
+        self._planned_for = meta.weights.get(self.rank, 0)
         with self._lock:
             self._loaded += [(req_id, False) for req_id in meta.doomed]
             self._void.update(meta.cancelled)
@@ -148,12 +157,18 @@ class WorkerSide:
 
     def _try(self, job: Job, kind: Any, place: Place, deadline_s: float) -> None:
         """Submit; whatever goes wrong, the job gets an answer, and the engine lives."""
+        if self.changes != self._planned_for:
+            self._fail(f"{kind}s_failed.weights", "it was planned before the weights were changed")
+            self._refuse(job, kind)
+            return
         with self._lock:
             mount = self._mounts.get(job.arena_id)
             if mount is not None and not mount.fits(place):
                 mount = None
             if mount is not None:
                 mount.jobs[job.id] = job, place
+                if kind == "load":
+                    self._loads.add(job.id)
         if mount is None:
             self._fail(
                 f"{kind}s_failed.arena", "the arena it was planned for is not mapped so any more"
@@ -172,6 +187,7 @@ class WorkerSide:
         """It was not even begun."""
         with self._lock:
             if kind == "load":
+                self._loads.discard(job.id)
                 self._loaded.append((job.req_id, False))
             else:
                 self._refused.setdefault(job.id, set()).add(self.rank)
@@ -230,11 +246,14 @@ class WorkerSide:
 
     def refused(self) -> RefusedStores | None:
         """Stores that could not even begin, for the scheduler side."""
-        if not self._refused:
+        changes = self.changes
+        if not self._refused and changes == self._planned_for:
             return None
         with self._lock:
             refused, self._refused = self._refused, {}
-        return RefusedStores(refused)
+        if changes == self._planned_for:
+            return RefusedStores(refused)
+        return RefusedStores(refused, {self.rank: (changes, self._weights.at)})
 
     def publish(self) -> None:
         """Pass on what the engines have ended. Any thread."""
@@ -247,6 +266,7 @@ class WorkerSide:
             job, place = mount.jobs.pop(result.id)
             ok = result.ok and job.id not in self._void
             self._void.discard(job.id)
+            self._loads.discard(job.id)
             if result.kind == "store":
                 mount.arena.boards[place.client, self.rank, job.id % RING] = job.id << 1 | int(ok)
             else:
@@ -293,12 +313,25 @@ class WorkerSide:
         for mount in mounts:
             mount.engine.close()
 
+    # ------------------------------------------------------------------------------------ weights
+    @property
+    def changes(self) -> int:
+        """How often the weights in this process were changed since this rank was set up."""
+        return self._weights.count - self._first
+
+    def _weights_changed(self) -> None:
+        """Fail every load that is underway or not reported yet: it belongs to the weights of before."""
+        with self._lock:
+            self._void |= self._loads
+            self._loaded = [(req_id, False) for req_id, _ in self._loaded]
+
     # ---------------------------------------------------------------------------------------- end
     def close(self) -> None:
         """Let stores end (bounded), report them, stop touching the arena and the blocks."""
         if self._closed:
             return
         self._closed = True
+        self._weights.listeners.remove(self._weights_changed)
         end = time.monotonic() + DRAIN_S
         for mount in list(self._mounts.values()):
             mount.engine.drain(max(end - time.monotonic(), 0))

@@ -118,7 +118,7 @@ def test_both_at_once_store_each_chunk_once(replicas: Replicas, world: World) ->
 def test_an_engine_that_differs_shares_nothing_and_status_says_why(
     replicas: Replicas, world: World, change: dict[str, object], why: str
 ) -> None:
-    """The same model, tokens and chunk size; and it empties its own namespace only, as the others do theirs."""
+    """The same model, tokens and chunk size; and a reset of it empties nobody's namespace."""
     server, one = replicas.server, replicas.one
     computed = one.generate(PROMPTS, max_tokens=NEW)
     note(world, PROMPTS, computed)
@@ -133,10 +133,10 @@ def test_an_engine_that_differs_shares_nothing_and_status_says_why(
         again = one.generate(PROMPTS, max_tokens=NEW, cold=True)
         server.wait_idle()
         assert alien.reset(external=True)
+        assert stored(server) == 2 * sum(world.count())
     assert any(why in line for line in apart), apart
     assert hits(again) == [world.hit(prompt) for prompt in PROMPTS]
     assert worst(computed, again) <= TOLERANCE
-    assert stored(server) == sum(world.count())
 
 
 def status(server: Server) -> list[str]:
@@ -145,25 +145,26 @@ def status(server: Server) -> list[str]:
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
 
 
-def test_a_reset_with_reset_external_empties_the_namespace(
+def test_after_a_reset_with_reset_external_an_engine_is_by_itself(
     replicas: Replicas, world: World
 ) -> None:
-    """For the engine that was told, and for its twin; both can store again. A plain reset leaves the arena alone."""
+    """Its weights are others, so it says; its twin keeps what there is. A plain reset changes nothing. The last test
+    here: the two never share again."""
     server = replicas.server
     computed = replicas.one.generate(PROMPTS, max_tokens=NEW)
     note(world, PROMPTS, computed)
-    assert hits(replicas.other.generate(PROMPTS, max_tokens=NEW)) != [0, 0]
-    assert stored(server) == sum(world.count())
+    found = hits(replicas.other.generate(PROMPTS, max_tokens=NEW))
+    assert found != [0, 0]
     assert replicas.one.reset()
     assert stored(server) == sum(world.count())
 
     assert replicas.one.reset(external=True)
 
-    assert stored(server) == 0
-    for engine in (replicas.other, replicas.one):
-        server.wait_idle()
-        server.clear()
-        outputs = engine.generate(PROMPTS, max_tokens=NEW, cold=True)
-        assert hits(outputs) == [0, 0]
-        assert worst(computed, outputs) <= TOLERANCE
-        assert stored(server) == sum(world.count())
+    assert stored(server) == sum(world.count())
+    assert hits(replicas.other.generate(PROMPTS, max_tokens=NEW, cold=True)) == found
+    alone = replicas.one.generate(PROMPTS, max_tokens=NEW, cold=True)
+    assert hits(alone) == [0, 0]
+    assert worst(computed, alone) <= TOLERANCE
+    assert stored(server) == 2 * sum(world.count())
+    assert hits(replicas.one.generate(PROMPTS, max_tokens=NEW, cold=True)) == found
+    assert hits(replicas.other.generate(PROMPTS, max_tokens=NEW, cold=True)) == found

@@ -20,7 +20,7 @@ class Prefixes:
         self._engine = engine
         self._chunk = engine.setup.chunk
         self._seed_of = seed_of
-        self._keys: dict[str, tuple[ChunkKeys, Stream]] = {}
+        self._keys: dict[tuple[int, str], tuple[ChunkKeys, Stream]] = {}
 
     def of_key(self, key: bytes, namespace: int) -> tuple[Stream, int] | None:
         """None: no request ever had such a prefix."""
@@ -34,11 +34,12 @@ class Prefixes:
         asked, size = self._engine.asked[req_id], self._chunk
         request: Any = asked.request
         tokens = list(request.all_token_ids)
-        if req_id not in self._keys:
-            self._keys[req_id] = (
+        at = namespace, req_id
+        if at not in self._keys:
+            self._keys[at] = (
                 ChunkKeys(self._seed_of(namespace), size), Stream(asked.identity, ()),
             )  # fmt: skip
-        keys, stream = self._keys[req_id]
+        keys, stream = self._keys[at]
         if tokens[: len(stream.tokens)] != stream.tokens:
             self._engine.oracle.fail("engine", f"{req_id} has changed tokens")
         stream.extend(tokens[len(stream.tokens) :])

@@ -15,6 +15,7 @@ from lmcache_shm.arena.layout import RING, SlotState
 from lmcache_shm.client.jobs import Job, Place
 from lmcache_shm.client.plan import CachePlan, make_plan
 from lmcache_shm.client.registration import Epoch
+from lmcache_shm.client.weights import Weights
 from lmcache_shm.protocol.keys import seed
 from lmcache_shm.protocol.messages import Acquired, Reserve, Stepped
 from lmcache_shm.server.catalog.catalog import Catalog, GroupSpec
@@ -98,6 +99,9 @@ class DirectStart:
 
     def __init__(self, client: DirectClient, epoch: Epoch) -> None:
         self.client, self.latest = client, epoch
+        self.weights = Weights("engine", "", lambda: "loaded")
+        self.weights.find()
+        assert self.weights.wait(5)
         self.speculative = False
         self.reads = self.writes = True
         self.vllm_config = engine(budget=512)
@@ -105,7 +109,22 @@ class DirectStart:
         self.ignored: list[Any] = []
 
     def current(self) -> Epoch | None:
-        return self.latest if self.client.up else None
+        if not self.client.up:
+            return None
+        if self.latest.weights != self.weights.identity:
+            self.latest = self._moved(str(self.weights.identity))
+        return self.latest
+
+    def _moved(self, weights: str) -> Epoch:
+        """As a new registration does."""
+        catalog, plan, old = self.client.catalog, self.latest.plan, self.latest
+        specs = [GroupSpec(group.name, group.rule, SLOT) for group in plan.groups]
+        space = catalog.register(weights.encode(), specs, plan.chunk_size)
+        self.client.namespace = space.id
+        return Epoch(
+            old.boot, old.arena, plan, seed(weights.encode()), space.id, old.token_offset, old.place,
+            old.writers, [set() for _ in plan.groups], weights=weights,
+        )  # fmt: skip
 
     def close(self) -> None:
         pass
@@ -133,7 +152,7 @@ class Rig:
         place = Place(0, [[0] * world] * groups, [512] * groups, "off", plan.chunk_size)
         self.epoch = Epoch(
             b"boot", arena, plan, seed(b"{}"), self.space.id, [TOKENS_AT] * groups, place,
-            np.arange(world), [set() for _ in plan.groups],
+            np.arange(world), [set() for _ in plan.groups], weights="loaded",
         )  # fmt: skip
         self.start = DirectStart(self.client, self.epoch)
         self.side = SchedulerSide(self.start)  # type: ignore[arg-type]

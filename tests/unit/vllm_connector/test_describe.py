@@ -1,7 +1,6 @@
 """The namespace: equal facts give equal bytes, and any difference gives another namespace."""
 
 import json
-import os
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,13 +9,16 @@ from typing import Any
 import pytest
 import torch
 
+from lmcache_shm.client.fingerprint import Unidentified
 from lmcache_shm.client.plan import make_plan
 from lmcache_shm.protocol.descriptor import describe
-from lmcache_shm.vllm.describe import descriptor, facts, identity_of
+from lmcache_shm.vllm.describe import descriptor, facts, loaded_weights
 from lmcache_shm.vllm.groups import kv_groups
 from lmcache_shm.vllm.layouts import WorkerFacts
 
 from .worlds import config, full, window
+
+COMMIT = "0123456789abcdef" * 2 + "01234567"
 
 
 class HfConfig:
@@ -31,7 +33,7 @@ def engine(**changes: Any) -> Any:
     """A VllmConfig as far as it tells namespaces apart; `changes` are "section.name": value."""
     sections: dict[str, Any] = {
         "model_config": {
-            "model": "org/model", "revision": "abc", "dtype": torch.bfloat16, "quantization": None,
+            "model": "org/model", "revision": COMMIT, "dtype": torch.bfloat16, "quantization": None,
             "hf_config": HfConfig(), "max_model_len": 4096, "seed": 0,
         },
         "cache_config": {"cache_dtype": "auto", "mamba_cache_mode": "none", "kv_cache_layout": "LBHNC"},
@@ -58,7 +60,9 @@ def namespace(
 ) -> bytes:
     kv = config(*(specs or (full(),)), kv_tp_replicas=replicas, kv_cache_layout="LBHNC")
     plan = make_plan(kv_groups(kv)[0], chunk_size=chunk)
-    return descriptor(vllm_config or engine(), kv, plan, [worker()] if workers is None else workers)
+    config_ = vllm_config or engine()
+    ranks = [worker()] if workers is None else workers
+    return descriptor(config_, kv, plan, ranks, loaded_weights(config_))
 
 
 def test_equal_facts_give_equal_bytes() -> None:
@@ -70,7 +74,7 @@ def test_equal_facts_give_equal_bytes() -> None:
     "change",
     [
         {"model_config__model": "org/other"},
-        {"model_config__revision": "def"},
+        {"model_config__revision": COMMIT[::-1]},
         {"model_config__dtype": torch.float16},
         {"model_config__quantization": "fp8"},
         {"model_config__hf_config": HfConfig(rope_theta=5e5)},
@@ -144,7 +148,7 @@ def test_the_longest_sequence_counts_only_where_angles_depend_on_it() -> None:
 
 def test_a_draft_model_is_part_of_it() -> None:
     speculating = engine()
-    draft = SimpleNamespace(model="org/draft", revision="r", hf_config=HfConfig(), seed=0)
+    draft = SimpleNamespace(model="org/draft", revision=COMMIT, hf_config=HfConfig(), seed=0)
     speculating.speculative_config = SimpleNamespace(
         method="eagle", draft_model_config=draft, num_speculative_tokens=3
     )
@@ -163,38 +167,37 @@ def test_drafts_without_a_model_change_no_bytes() -> None:
 
 
 # ------------------------------------------------------------------------------------ the weights
-def test_a_directory_is_its_path_and_its_files(tmp_path: Path) -> None:
-    weights = tmp_path / "model.safetensors"
-    weights.write_bytes(b"123")
-    first = identity_of(str(tmp_path), None)
-
-    assert first == identity_of(f"{tmp_path}/", None)
-    assert str(tmp_path.resolve()) in first
-    os.utime(weights, ns=(5, 5))
-    assert identity_of(str(tmp_path), None) != first, "weights saved over older ones are others"
-
-
-def test_a_local_copy_of_a_repository_is_its_name_and_commit(tmp_path: Path) -> None:
-    commit = "0123456789abcdef" * 2 + "01234567"
-    snapshot = tmp_path / "models--org--model" / "snapshots" / commit
-    snapshot.mkdir(parents=True)
-
-    assert identity_of(str(snapshot), None) == f"org/model@{commit}"
+def test_weights_that_may_come_from_anywhere_have_no_identity() -> None:
+    """Another loader, or an object store whose content can change under its name."""
+    with pytest.raises(Unidentified, match="tensorizer"):
+        loaded_weights(engine(load_config__load_format="tensorizer"))
+    streamed = engine(load_config__load_format="runai_streamer")
+    streamed.model_config.model_weights = "s3://bucket/model"
+    with pytest.raises(Unidentified):
+        loaded_weights(streamed)
 
 
-def test_a_repository_without_a_local_copy_is_its_revision(
+def test_a_repository_is_its_commit_not_its_branch(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    """A branch moves on."""
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(Unidentified, match="commit"):
+        loaded_weights(engine(model_config__revision="main"))
+    config_ = HfConfig()
+    config_._commit_hash = COMMIT
+    named = engine(model_config__revision="main", model_config__hf_config=config_)
 
-    assert identity_of("org/model-that-is-not-here", "v2") == "org/model-that-is-not-here@v2"
-    assert identity_of("org/model-that-is-not-here", None) == "org/model-that-is-not-here@main"
+    assert f"org/model@{COMMIT}" == loaded_weights(named)
+    named.model_config.hf_config_path = "org/configurations"
+    with pytest.raises(Unidentified, match="commit"):
+        loaded_weights(named)
 
 
 def test_the_tree_has_names_that_people_can_compare() -> None:
     kv = config(full(), window(64))
     plan = make_plan(kv_groups(kv)[0], chunk_size=128)
-    tree = facts(engine(), kv, plan, [worker()])
+    tree = facts(engine(), kv, plan, [worker()], "weights")
 
     assert tree["groups"]["1"]["rule"] == "window"
     assert tree["groups"]["1"]["tokens"] == 64

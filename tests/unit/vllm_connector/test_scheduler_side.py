@@ -602,15 +602,98 @@ def test_a_reset_forgets_everything_and_stores_nothing_older() -> None:
 
 
 def test_a_reset_while_the_server_is_away_is_done_before_anything_else() -> None:
+    """What comes first after it is asked for, and stored, in another namespace; the old one keeps what it has."""
     with rig_of(full(32)) as rig:
         rig.store(rig.request("a", PROMPT))
+        old = rig.start.latest
         rig.client.up = False
         assert rig.side.reset()
         rig.client.up = True
-        rig.client.asked.clear()
 
         assert rig.side.matched_tokens(rig.request("b", PROMPT), 0) == (0, False)
-        assert rig.client.asked[0] == "clear"
+        assert rig.start.latest.namespace != old.namespace
+        assert rig.rows(SlotState.COMMITTED) == 2
+        rig.store(rig.request("c", PROMPT))
+        assert rig.rows(SlotState.COMMITTED) == 4
+
+
+def changed(rig: Rig, count: int, at: float, *, refused: int = 0) -> None:
+    """A step's report of rank 0: its weights were changed."""
+    told = RefusedStores({refused: {0}} if refused else {}, {0: (count, at)})
+    rig.side.output(
+        SimpleNamespace(failed_recving=None, finished_recving=None, kv_connector_worker_meta=told)
+    )
+
+
+def test_a_change_that_a_worker_tells_of_moves_the_engine_on() -> None:
+    """Nobody reset anything: what was computed and what is being loaded is of older weights."""
+    with rig_of(full(32)) as rig:
+        rig.store(rig.request("a", PROMPT))
+        old = rig.start.latest
+        running, loading = rig.request("b", PROMPT[:200]), rig.request("c", PROMPT)
+        rig.prefill(running, 100)
+        rig.side.matched_tokens(loading, 0)
+        rig.side.allocated(loading, rig.give_blocks(loading, 256), 256)
+        (job,) = rig.step({}).loads
+        changed(rig, 1, time.monotonic())
+
+        meta = rig.prefill(running)
+
+        assert (meta.stores, meta.cancelled, meta.weights) == ([], [job.id], {0: 1})
+        assert rig.start.latest.namespace != old.namespace
+        assert rig.side.matched_tokens(rig.request("d", PROMPT), 0) == (0, False)
+
+
+def test_a_change_of_before_the_reset_that_followed_it_moves_nothing() -> None:
+    """The usual order: update, reset, serve. What was refused for the wrong count is stored after all."""
+    with rig_of(full(32)) as rig:
+        at = time.monotonic()
+        rig.side.reset()
+        request = rig.request("a", PROMPT[:300])
+        rig.side.matched_tokens(request, 0)
+        (job,) = rig.prefill(request, 200).stores
+        here = rig.start.latest
+        changed(rig, 3, at, refused=job.id)
+
+        meta = rig.prefill(request, 50)
+
+        assert rig.start.latest is here
+        assert meta.weights == {0: 3}
+        (job,) = meta.stores
+        assert len(job.slots) == 1
+        rig.report(job)
+        rig.step({})
+        assert rig.rows(SlotState.COMMITTED) == 1
+
+
+def test_blocks_of_vllms_own_cache_that_survive_a_change_are_not_stored() -> None:
+    """Until it is emptied, too; what is computed after that may be stored."""
+    with rig_of(full(32)) as rig:
+        rig.store(rig.request("a", PROMPT))
+        changed(rig, 1, time.monotonic())
+        old = rig.request("b", PROMPT)
+        rig.side.matched_tokens(old, 64)
+        assert rig.prefill(old).stores == []
+        assert rig.manager.reset_prefix_cache()
+        new = rig.request("c", PROMPT)
+        rig.side.matched_tokens(new, 64)
+
+        assert len(rig.prefill(new).stores) == 1
+
+
+def test_vllms_own_cache_that_was_emptied_before_the_change_holds_nothing_old() -> None:
+    """The order of vLLM's own API: pause (which empties it), update, resume."""
+    with rig_of(full(32)) as rig:
+        rig.store(rig.request("a", PROMPT))
+        assert rig.manager.reset_prefix_cache()
+        at = time.monotonic()
+        rig.side.matched_tokens(rig.request("b", PROMPT), 0)
+        rig.prefill(rig.request("c", PROMPT))
+        changed(rig, 1, at)
+        new = rig.request("d", PROMPT)
+        rig.side.matched_tokens(new, 64)
+
+        assert len(rig.prefill(new).stores) == 1
 
 
 def test_a_request_that_is_computed_anew_after_a_reset_is_stored() -> None:
