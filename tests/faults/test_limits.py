@@ -181,7 +181,7 @@ def test_a_dev_shm_that_others_fill_while_the_rest_is_reserved(instance: str) ->
             print(*backing())
             print(*[line for line in _status_lines(cluster.status()) if "reserved:" in line])
             print(stores()["evictions"] > 0, cluster.prove()["wrong"])
-            log = cluster.log.read_text()
+            log = cluster.server.errors
             print(log.count("could be reserved"), log.count("--shm-size"))
             cluster.kill_server()
             os.unlink("/dev/shm/somebody")
@@ -221,8 +221,7 @@ def test_a_server_that_ends_before_all_is_reserved(
         assert stored > 0
         assert cluster.memory()[f"lmcache_shm.{instance}"] == held.FIRST
         assert cluster.server is not None
-        cluster.server.send_signal(number)
-        status = cluster.server.wait(20)
+        status = cluster.server.end(number)
         if number == signal.SIGTERM:
             assert (status, cluster.memory()) == (0, {})
             return
@@ -282,7 +281,7 @@ def test_a_server_with_few_descriptors_serves_whom_it_can(instance: str) -> None
                 sock = crowd.enter_context(socket.socket(socket.AF_UNIX))
                 sock.settimeout(5)
                 sock.connect(path)
-            until(lambda: "no file descriptor" in cluster.log.read_text(), "it says why", LONG_S)
+            until(lambda: "no file descriptor" in cluster.server.errors, "it says why", LONG_S)
             before = engine.counts
             after = engine.ask(run=10, seconds=20.0)["counts"]
             assert after["operations"] == before["operations"] + 10

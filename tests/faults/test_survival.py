@@ -209,7 +209,7 @@ def test_what_is_damaged_while_no_server_runs_is_never_served(instance: str, wha
         cluster.start_server()
         status = cluster.status()
         assert status is not None
-        log = cluster.log.read_text()
+        log = cluster.server.errors
         if what == "rows":
             adopted = status["server"]["adopted"]
             assert adopted["damaged"] == 10

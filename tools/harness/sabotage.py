@@ -12,7 +12,7 @@ def install() -> None:
     if what == "no-quarantine":
         from lmcache_shm.server.engines import Engines
 
-        def at_once(self: Engines, _engine: Any, rows: list[int]) -> None:
+        def at_once(self: Engines, engine: Any, rows: list[int]) -> None:  # noqa: ARG001
             self.catalog.abort(rows)
 
         Engines.quarantine = at_once  # type: ignore[method-assign]
