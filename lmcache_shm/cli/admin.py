@@ -189,9 +189,7 @@ def stop(
     with server_of(config, "stop") as server:
         pid = server.hello.pid
         left = server.call(Shutdown(not now), Done).count
-    print(
-        f"server {pid} ends" + (f" when {left} leases are given back" if left and not now else "")
-    )
+    print(f"server {pid} ends" + (f" when {left} leases are released" if left and not now else ""))
 
 
 @flags(INSTANCE)
@@ -241,9 +239,9 @@ def config(
     width = max(len(name) for name in OPTIONS)
     shown = {True: "true", False: "false"}
     for option, value, origin in rows:
-        told = option.shown if origin == "default" else shown.get(value, value)
-        unit = f" {option.unit}" if option.unit and told != "auto" else ""
-        print(f"{option.name:<{width}}  {f'{told}{unit}':<28}  {origin}")
+        text = option.shown if origin == "default" else shown.get(value, value)
+        unit = f" {option.unit}" if option.unit and text != "auto" else ""
+        print(f"{option.name:<{width}}  {f'{text}{unit}':<28}  {origin}")
 
 
 def _json_object(text: str | None) -> dict[str, Any]:

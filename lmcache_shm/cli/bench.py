@@ -101,10 +101,10 @@ def copies(
     from lmcache_shm.cli import bench_device  # noqa: PLC0415
 
     try:
-        bed = bench_device.CudaBed()
+        fixture = bench_device.CudaFixture()
     except (ImportError, RuntimeError) as error:
         raise CommandError(f"no usable GPU: {error}") from None
-    return bench_device.run(bed, rounds, step)
+    return bench_device.run(fixture, rounds, step)
 
 
 def shapes_of(names: Sequence[str] | None) -> list[Shape]:

@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lmcache_shm.arena.segment import Arena, attach
-from lmcache_shm.cli.bench_results import Row, laps, quantiles, row
+from lmcache_shm.cli.bench_results import Row, quantiles, row, samples
 from lmcache_shm.client.connection import Connection
 from lmcache_shm.protocol.keys import ChunkKeys, same_tokens, seed
 from lmcache_shm.protocol.messages import (
@@ -135,7 +135,7 @@ def _await_ready(process: subprocess.Popen[str]) -> dict[str, Any]:
 
 
 class BenchEngine:
-    """Scheduler and one worker of an engine, as far as the server can tell."""
+    """Scheduler and one worker of an engine, as the server sees them."""
 
     def __init__(
         self,
@@ -258,8 +258,8 @@ def run(rounds: int, step: Callable[[str], None], more: Sequence[Part] = ()) -> 
             peer.sendall(message)
             peer.recv(65536)
 
-        laps(bounce, 500)
-        echo = statistics.median(laps(bounce, 200 * rounds)) / 1e-6
+        samples(bounce, 500)
+        echo = statistics.median(samples(bounce, 200 * rounds)) / 1e-6
     rows = [row("bare Unix-socket echo", echo, "µs")]
     with private_server(1.0, CHUNK) as server:
         rows.append(row("start to ready, 1 GiB arena", server.ready_s, "s", 1.0))
@@ -286,8 +286,8 @@ def empty_round_trip(engine: BenchEngine, echo_us: float, rounds: int) -> list[R
     def empty() -> None:
         engine.scheduler.call(Step(), Stepped)
 
-    laps(empty, 500)
-    p50, p99 = quantiles(laps(empty, 200 * rounds), 1e-6)
+    samples(empty, 500)
+    p50, p99 = quantiles(samples(empty, 200 * rounds), 1e-6)
     return [
         row("empty round trip", p50, "µs", p99=p99),
         row("empty round trip / echo", p50 / echo_us, "x", 3.0),
@@ -344,7 +344,7 @@ def look_up(engine: BenchEngine, tokens: list[int], rounds: int) -> list[Row]:
     data, cold, hot = engine.arena.data, engine.arena.cold, engine.arena.hot
     token_offset = engine.registered.token_offset[0]
     times: dict[str, list[float]] = {"hash": [], "ask": [], "confirm": [], "all": []}
-    for _lap in range(10 * rounds):
+    for _sample in range(10 * rounds):
         start = time.perf_counter()
         keys = engine.keys(tokens)
         hashed = time.perf_counter()

@@ -26,7 +26,7 @@ def quiet() -> Iterator[None]:
             gc.enable()
 
 
-def laps(action: Callable[[], object], times: int) -> list[float]:
+def samples(action: Callable[[], object], times: int) -> list[float]:
     """Seconds of each call, garbage collection held back."""
     found = []
     with quiet():
@@ -176,11 +176,11 @@ def show_rows(title: str, rows: list[dict[str, Any]], console: Console) -> None:
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("")
     for row in rows:
-        bar = "" if row["bar"] is None else _figure(row["bar"], row["unit"])
+        bar = "" if row["bar"] is None else _number(row["bar"], row["unit"])
         if row.get("p99_bar") is not None:
-            bar += f" / {_figure(row['p99_bar'], row['unit'])}"
-        p99 = "" if row.get("p99") is None else _figure(row["p99"], row["unit"])
-        table.add_row(row["name"], _figure(row["value"], row["unit"]), p99, bar, _met(row["met"]))
+            bar += f" / {_number(row['p99_bar'], row['unit'])}"
+        p99 = "" if row.get("p99") is None else _number(row["p99"], row["unit"])
+        table.add_row(row["name"], _number(row["value"], row["unit"]), p99, bar, _met(row["met"]))
     console.print(table)
 
 
@@ -188,7 +188,7 @@ def _table(title: str) -> Table:
     return Table(title=f"\n{title}", title_justify="left", box=None, pad_edge=False)
 
 
-def _figure(value: float, unit: str) -> str:
+def _number(value: float, unit: str) -> str:
     digits = 0 if value >= 1000 else 1 if value >= 10 else 2 if value >= 0.1 else 3
     return f"{value:,.{digits}f} {unit}"
 

@@ -29,7 +29,7 @@ from lmcache_shm.transfer.pages import Part, RawTensor, SlotLayout, group_pages
 KIB, MIB = 1 << 10, 1 << 20
 Bytes = npt.NDArray[np.uint8]
 Row = dict[str, Any]
-Laps = dict[str, list[float]]
+Samples = dict[str, list[float]]
 """Seconds of each round, by what was copied."""
 TARGET_BYTES = 256 * MIB
 """Moved per timed copy: far beyond any last-level cache share."""
@@ -199,37 +199,37 @@ def _measure(
     """One row per thread count. All of a round's copies follow each other, so that ratios between thread counts
     are as little changed by a noisy neighbour as those to memcpy."""
     moved = kv.block_ids.size * kv.layout.parts[0].pages.page_bytes
-    laps: dict[int, dict[str, list[float]]] = {
+    samples: dict[int, dict[str, list[float]]] = {
         n: {"memcpy": [], "store": [], "load": []} for n in threads
     }
     with ExitStack() as undo:
         undo.enter_context(quiet())
-        beds = []
+        engines = []
         for n in threads:
             engine = CpuEngine(arena, [kv.layout], n, populate=False)
             undo.callback(engine.close)
-            beds.append((n, engine, undo.enter_context(ThreadPoolExecutor(n))))
+            engines.append((n, engine, undo.enter_context(ThreadPoolExecutor(n))))
         for round_ in range(rounds + 1):
-            for n, engine, pool in beds:
-                lap = {
+            for n, engine, pool in engines:
+                sample = {
                     "memcpy": _timed(partial(_memcpy, pool, arena.data_array, kv, region, n)),
                     "store": _timed(partial(_copy, engine, arena, kv, region, "store")),
                     "load": _timed(partial(_copy, engine, arena, kv, region, "load")),
                 }
                 if round_:  # the first round warms caches and page tables
-                    for name, seconds in lap.items():
-                        laps[n][name].append(seconds)
-    return [_row(n, moved, laps[n], laps[threads[0]]) for n in threads]
+                    for name, seconds in sample.items():
+                        samples[n][name].append(seconds)
+    return [_row(n, moved, samples[n], samples[threads[0]]) for n in threads]
 
 
-def _row(threads: int, moved: int, laps: Laps, base: Laps) -> Row:
+def _row(threads: int, moved: int, samples: Samples, base: Samples) -> Row:
     """Medians over the rounds: GB/s, ratios to memcpy, and gains over the first thread count."""
     row: Row = {"threads": threads, "bytes": moved}
-    for name, taken in laps.items():
+    for name, taken in samples.items():
         row[f"{name}_gbs"] = moved / statistics.median(taken) / 1e9
         row[f"{name}_gain"] = _median_ratio(base[name], taken)
         if name != "memcpy":
-            row[f"{name}_ratio"] = _median_ratio(laps["memcpy"], taken)
+            row[f"{name}_ratio"] = _median_ratio(samples["memcpy"], taken)
     return row
 
 

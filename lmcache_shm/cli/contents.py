@@ -158,12 +158,12 @@ def _rows(arena: Arena, chunk: str) -> list[int]:
             key for key in (_hex(arena, row) for row in near.tolist()) if key.startswith(start)
         }
     if len(wanted) != 1:
-        told = (
+        problem = (
             f"{len(wanted)} keys begin so; type more of it"
             if wanted
             else "no such key (lmcache-shm ls)"
         )
-        raise CommandError(f"{chunk}: {told}", 2)
+        raise CommandError(f"{chunk}: {problem}", 2)
     key = bytes.fromhex(wanted.pop())
     return [row for row in committed.tolist() if arena.cold["key"][row].tobytes() == key]
 
@@ -174,7 +174,7 @@ def _hex(arena: Arena, row: int) -> str:
 
 
 def _facts(arena: Arena, row: int, spaces: dict[int, Namespace]) -> dict[str, Any]:
-    """One slot for people; its token ids are [] when it changed hands while it was read."""
+    """One slot's facts; its token ids are [] when the slot was reused while it was read."""
     hot, cold = arena.hot[row], arena.cold[row]
     generation = int(hot["generation"])
     space = spaces.get(int(hot["namespace"]))

@@ -126,7 +126,7 @@ def show(findings: list[Finding], console: Console, *, problems_only: bool = Fal
             else:
                 console.print(Text("  ").append_text(text), soft_wrap=True)
             if finding.fix:
-                # Not wrapped: it is to be pasted.
+                # Not wrapped, so that it can be pasted.
                 arrow = "->" if plain else ARROW
                 console.print(Text(f"    {arrow} {finding.fix}", "cyan"), soft_wrap=True)
     count = sum(1 for finding in findings if finding.level == "problem")

@@ -126,7 +126,7 @@ def transfer_config(
             note(
                 area,
                 f"not options of ours, ignored: {', '.join(config.ignored)}",
-                "remove them; docs/migrating-from-lmcache.md tells what stands for what",
+                "remove them; docs/migrating-from-lmcache.md maps them to ours",
             )
         )
     if not any(finding.level == "problem" for finding in findings):
@@ -218,7 +218,7 @@ def option_of(words: list[str], name: str = "--kv-transfer-config") -> str | Non
 
 
 def engines(found: list[tuple[int, list[str]]]) -> Iterator[Finding]:
-    """What running engines were told about the cache."""
+    """The cache options of running engines."""
     for pid, words in found:
         given = option_of(words)
         if given is None:

@@ -68,7 +68,7 @@ def shared_memory(
     bounds: Sequence[Limit] | None = None,
     total: int | None = None,
 ) -> Iterator[Finding]:
-    """`bounds` and `total` replace what this host says."""
+    """`bounds` and `total` replace this host's values."""
     area = "shared memory"
     try:
         bounds = limits() if bounds is None else bounds
@@ -118,7 +118,7 @@ def users(most: int = 4) -> Iterator[Finding]:
             who = ", ".join(f"{command} ({pid})" for pid, command in mapped.get(name, [])[:3])
             yield ok(
                 "shared memory",
-                f"{SHM_DIR}/{name}: {size(nbytes)}, mapped by {who or 'nobody we can see'}",
+                f"{SHM_DIR}/{name}: {size(nbytes)}, mapped by {who or 'no visible process'}",
             )
 
 
@@ -139,7 +139,7 @@ def _mapped(names: set[str]) -> dict[str, list[tuple[int, str]]]:
 
 
 def log_out(root: Path = Path("/"), uid: int | None = None) -> Iterator[Finding]:
-    """logind deletes the shared memory of a normal user whose last session ends, unless told otherwise."""
+    """logind deletes the shared memory of a normal user whose last session ends, unless RemoveIPC is off."""
     uid = os.geteuid() if uid is None else uid
     if uid < FIRST_NORMAL_UID or not (root / "run/systemd/seats").is_dir():
         return

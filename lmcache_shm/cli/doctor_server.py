@@ -21,7 +21,7 @@ ENOUGH_LOOKUPS = 3
 
 # ------------------------------------------------------------------------------------------- no answer
 def no_answer(path: Path, instance: str, owner: int, error: ControlError) -> Iterator[Finding]:
-    """Nobody serves this instance for us: why? `owner`: pid of the arena's live owner, 0 if there is none."""
+    """Why no server answers for this instance. `owner`: pid of the arena's live owner, 0 if there is none."""
     area = "server"
     if isinstance(error, Refused | ProtocolError):
         yield problem(area, str(error), f"pip install lmcache-shm=={__version__}   (on both sides)")

@@ -41,7 +41,7 @@ logger = logging.getLogger("lmcache_shm")
 
 def main(config: Config) -> None:
     """Run a server. Raises CommandError with one line for people."""
-    log.setup(config.log_format, config.log_level, patient=True)
+    log.setup(config.log_format, config.log_level, threaded=True)
     signal.signal(signal.SIGTERM, _give_up)  # until the server is there to end in order
     try:
         run(config)

@@ -156,7 +156,7 @@ class Screen:
         yield joined(frame(self.shown or self.snapshot, self.history, view))
 
     def press(self, letter: str) -> bool:
-        """Do what a key says; False: quit."""
+        """Act on a key; False: quit."""
         view = self.view
         if letter in {"q", "Q", "\x03", "\x04"}:
             return False

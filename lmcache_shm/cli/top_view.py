@@ -98,7 +98,7 @@ class History:
         return self.gained(part, over_s)[0] / of if of > 0 else None
 
     def rates(self, name: str, points: int, over_s: float) -> list[float | None]:
-        """Per second, in `points` equal intervals that end now; None where nobody was looking."""
+        """Per second, in `points` equal intervals that end now; None where there is no sample."""
         return [
             gain / seconds if seconds > 0 else None
             for gain, seconds in self._bins([name], points, over_s)[0]
@@ -365,7 +365,7 @@ def _fill(sections: Sequence[Section], room: int, width: int) -> list[Text]:
     given = [len(section.lines) if not room else 0 for section in sections]
     left = room
     for k, section in enumerate(sections if room else ()):
-        if left >= 2:  # a title alone tells nothing
+        if left >= 2:  # a title alone is useless
             given[k] = min(section.least, len(section.lines), left - 1)
             left -= given[k] + 1
     for k, section in enumerate(sections if room else ()):

@@ -1,7 +1,7 @@
 """``lmcache-shm verify``: does this deployment answer alike with and without the cache?
 
 Cold run, reset of vLLM's own prefix cache (the arena keeps what it has), warm run. Our server's
-counters tell whether the warm run was really served from the arena. Exit status 0: served, and the
+counters show whether the warm run was really served from the arena. Exit status 0: served, and the
 scores agree; 1: they differ, or nothing was served; 2: the check could not be made.
 """
 
@@ -32,7 +32,7 @@ RANKING_TOLERANCE = (
 
 @dataclass(frozen=True)
 class Score:
-    """A figure of both runs that must agree within `tolerance`."""
+    """A value of both runs that must agree within `tolerance`."""
 
     name: str
     cold: float
@@ -144,7 +144,7 @@ def _judge(verdict: Verdict) -> None:
     if verdict.served_tokens <= 0:
         verdict.complaints.append(
             "nothing was served from the arena: is the engine started with LMCacheShmConnector, and on "
-            "this instance? (lmcache-shm doctor tells why)"
+            "this instance? (lmcache-shm doctor finds out why)"
         )
     for score in verdict.scores:
         if not score.agrees:
@@ -155,7 +155,7 @@ def _judge(verdict: Verdict) -> None:
 
 
 def show(verdict: Verdict, console: Console) -> None:
-    """Print it for people."""
+    """Print it as text."""
     console.print(f"{verdict.model}, task {verdict.task}", markup=False, soft_wrap=True)
     table = Table(box=None, pad_edge=False)
     table.add_column("")

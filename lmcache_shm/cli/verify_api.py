@@ -20,7 +20,7 @@ RESET_S = 30.0
 
 
 class VerifyError(RuntimeError):
-    """The check could not be made; one line that says what to do."""
+    """The check could not be made; one line with what to do."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Deployment:
     """A running ``vllm serve``."""
 
     def __init__(self, base_url: str, api_key: str = "", timeout_s: float = 600.0) -> None:
-        """`base_url` with or without ``/v1``. Raises VerifyError when nobody answers there."""
+        """`base_url` with or without ``/v1``. Raises VerifyError without an answer."""
         self.url = base_url.rstrip("/").removesuffix("/v1")
         self.timeout_s = timeout_s
         if not self.url.startswith(("http://", "https://")):

@@ -116,7 +116,7 @@ def in_common(cold: Sequence[Answer], warm: Sequence[Answer]) -> float:
     """Mean over the prompts of the share of likeliest first tokens that both runs list.
 
     In a flat distribution all logprobs are close to each other, so drift is small whatever happens;
-    there the ranking tells.
+    there the ranking shows a difference.
     """
     shares = [
         len(one.first.keys() & two.first.keys()) / max(len(one.first), len(two.first))

@@ -42,7 +42,7 @@ COUNTERS = {
     "bytes_acquired": ("loaded_bytes", "Bytes of slots that were given to engines to load"),
     "acquires": ("lookups", "Look-ups"),
     "commits": ("commits", "Slots committed"),
-    "aborts": ("aborts", "Reserved slots that were given back unwritten"),
+    "aborts": ("aborts", "Reserved slots that were released unwritten"),
     "evictions": ("evictions", "Slots evicted"),
     "rebinds": ("slab_rebinds", "Extents taken from one slot size for another"),
     "clears": ("clears", "Requests to forget chunks"),
@@ -245,7 +245,7 @@ class MetricsServer:
 
         self._server.ask(take)
         if not done.wait(ANSWER_S) or not taken:
-            raise TimeoutError("the server did not tell its state in time")
+            raise TimeoutError("the server did not report its state in time")
         return taken[0]
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Real misconfigurations, planted: `doctor`, or the error itself, names the cause and what mends it.
+"""Real misconfigurations, planted: `doctor`, or the error itself, names the cause and its fix.
 
 Each case plants one and returns what a person reads. Where the remedy can be carried out here it is, and
 the complaint has to be gone: a text that is always printed would pass neither the control nor the mending.

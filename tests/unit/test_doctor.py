@@ -1,4 +1,4 @@
-"""doctor: planted misconfigurations are found, each with what mends it, and sound things are left alone."""
+"""doctor: planted misconfigurations are found, each with its fix, and sound things are left alone."""
 
 import importlib.metadata
 import json

@@ -1,4 +1,4 @@
-"""Numbers for people: short, of a known width, and never rounded into a lie."""
+"""Numbers as text: short, of a known width, and never rounded into a lie."""
 
 import pytest
 from hypothesis import given

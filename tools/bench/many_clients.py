@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from lmcache_shm.cli.bench_control import PrivateServer, echo_peers
-from lmcache_shm.cli.bench_results import Row, laps, quantiles, row
+from lmcache_shm.cli.bench_results import Row, quantiles, row, samples
 from lmcache_shm.client.connection import Connection
 from lmcache_shm.protocol.messages import PROTOCOL, Hello, Step, frame
 
@@ -64,8 +64,8 @@ class LoadTest(NamedTuple):
             sockets[0].sendall(message)
             sockets[0].recv(65536)
 
-        laps(alone, 500)
-        idle = quantiles(laps(alone, 200 * rounds), 1e-6)[0]
+        samples(alone, 500)
+        idle = quantiles(samples(alone, 200 * rounds), 1e-6)[0]
         rate, waits = saturated(sockets, 200 * rounds)
         paced = at_rate(sockets, PACED_RATE, 200 * rounds * len(sockets))
         worst = [max(quantiles(each, 1e-6)[1] for each in found) / idle for found in (waits, paced)]

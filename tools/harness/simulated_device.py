@@ -198,7 +198,7 @@ class SimulatedDevice:
                 raise DeviceError(call, self._code, "told to fail", "Do not tell it to.")
 
 
-class HostBed:
+class HostFixture:
     """The simulated device with host memory in place of device memory, for the benches."""
 
     def __init__(self) -> None:

@@ -12,7 +12,7 @@ from rich.console import Console
 from lmcache_shm.cli import bench, bench_device, bench_results, bench_transfer
 from lmcache_shm.cli.bench_transfer import KIB, SHAPES, KvMemory, LayerGroup, Shape
 from tools.bench.page_sweep import page_sweep
-from tools.harness.simulated_device import HostBed
+from tools.harness.simulated_device import HostFixture
 
 ROOT = Path(__file__).parents[3]
 
@@ -100,7 +100,9 @@ def test_gains_are_those_of_one_round_each():
 
 
 def test_device_back_ends_are_measured_on_the_simulated_device():
-    speed = bench_device.run(HostBed(), 1, lambda _: None, total=1 << 20, sizes=(1 << 16, 1 << 18))
+    speed = bench_device.run(
+        HostFixture(), 1, lambda _: None, total=1 << 20, sizes=(1 << 16, 1 << 18)
+    )
 
     assert {row["backend"] for row in speed["rows"]} == {
         "batch", "kernel", "rows", "ranges", "auto"
@@ -210,10 +212,10 @@ def test_gpu_check_notices_an_engine_that_ignores_events():
 
 def test_a_back_end_that_another_one_stood_in_for_is_not_measured(monkeypatch):
     """Or the table would show the batch's figures under the kernel's name."""
-    bed = HostBed()
-    bed.device.fail("copy_kernel")
+    fixture = HostFixture()
+    fixture.device.fail("copy_kernel")
 
-    speed = bench_device.run(bed, 1, lambda _: None, total=1 << 20, sizes=(1 << 16,))
+    speed = bench_device.run(fixture, 1, lambda _: None, total=1 << 20, sizes=(1 << 16,))
 
     assert {row["backend"] for row in speed["rows"]} == {"batch", "rows", "ranges", "auto"}
 
