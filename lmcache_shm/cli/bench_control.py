@@ -144,22 +144,26 @@ class BenchEngine:
         region_bytes: Sequence[int],
         chunk_size: int,
         name: str = "bench",
+        *,
+        descriptor: bytes = b'{"bench": "bench"}',
+        model: str = "",
     ) -> None:
+        """`name`: the engine's id. Raises ControlError, or RuntimeError when the server is not ready for it."""
         self.chunk_size = chunk_size
-        self._worker = self._connect(server, "worker", name)
+        self._worker = self._connect(server.socket, "worker", name)
         attach_worker = AttachWorker(name, 0, 1, 1, list(region_bytes))
         self._worker.call(attach_worker, Attached, CALL_S)
-        self.scheduler = self._connect(server, "scheduler", name)
-        self.descriptor = json.dumps({"bench": name}).encode()
-        request = Register(name, 1, 1, chunk_size, self.descriptor, list(groups))
+        self.scheduler = self._connect(server.socket, "scheduler", name)
+        self.descriptor = descriptor
+        request = Register(name, 1, 1, chunk_size, descriptor, list(groups), name=model)
         self.registered = self.scheduler.call(request, Registered, CALL_S)
         if not self.registered.ready:
             raise RuntimeError(self.registered.message)
         self.arena: Arena = attach(server.instance, writable_data=True)
 
     @staticmethod
-    def _connect(server: PrivateServer, role: str, name: str) -> Connection:
-        return Connection.open(server.socket, Hello(PROTOCOL, role, name, os.getpid()), CALL_S)
+    def _connect(path: str, role: str, name: str) -> Connection:
+        return Connection.open(path, Hello(PROTOCOL, role, name, os.getpid()), CALL_S)
 
     def keys(self, token_ids: list[int]) -> ChunkKeys:
         """Chain keys of all whole chunks."""
