@@ -49,10 +49,7 @@ class ServerProcess(Server):
         super().__init__(
             instance, size_mb=64, flags=flags, env=environment, program=command, wrap=wrap
         )
-
-    @property
-    def path(self) -> str:
-        return str(self.socket)
+        self.path = str(self.socket)
 
     def tool(self) -> Connection:
         return Connection.open(self.path, Hello(PROTOCOL, "tool"), WAIT_S)
