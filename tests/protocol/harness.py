@@ -5,6 +5,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import numpy as np
 
@@ -70,7 +71,7 @@ class ServerProcess(Server):
         return sock
 
     def config(self, **options: object) -> Config:
-        return Config(instance=self.instance, runtime_dir=str(self.socket.parent), **options)
+        return Config(instance=self.instance, runtime_dir=str(Path(self.path).parent), **options)
 
 
 def assert_clean(server: ServerProcess) -> None:
