@@ -21,6 +21,7 @@ from lmcache_shm.config import Config, ConfigError, connector_config
 CONNECTOR = "LMCacheShmConnector"
 MODULE = "lmcache_shm.vllm"
 ALIAS = "LMCacheMPConnector"
+MULTI = "MultiConnector"
 VLLM = (0, 32)
 """The release whose connector interface this version is written for."""
 # Members of vLLM's KVTransferConfig.
@@ -107,7 +108,12 @@ def transfer_config(
         ], None
     if not isinstance(given, dict):
         return [problem(area, "--kv-transfer-config is not a JSON object", GOOD_LINE)], None
-    findings = [*_members(given), *_connector(given)]
+    findings = [*_members(given)]
+    if given.get("kv_connector") == MULTI:
+        top, given = given, _child(given)
+        findings += [*_members(given), *_connector(given), *_role_in_multi(top, given)]
+    else:
+        findings += [*_connector(given), *_role(given)]
     extra = given.get("kv_connector_extra_config") or {}
     if not isinstance(extra, dict):
         findings.append(
@@ -137,6 +143,24 @@ def transfer_config(
     return findings, config
 
 
+def _child(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Our connector's entry among MultiConnector's; the last one if none is ours."""
+    extra = given.get("kv_connector_extra_config")
+    children = extra.get("connectors") if isinstance(extra, dict) else None
+    entries = [c for c in children or () if isinstance(c, dict)]
+    ours = [c for c in entries if c.get("kv_connector_module_path") == MODULE]
+    return next(iter(ours or entries[-1:]), {})
+
+
+def _role_in_multi(top: Mapping[str, Any], child: Mapping[str, Any]) -> Iterator[Finding]:
+    if child.get("kv_role") != "kv_producer" and top.get("kv_role") == "kv_producer":
+        yield problem(
+            "engine options",
+            f"MultiConnector stores only (kv_producer), its child is {child.get('kv_role')}",
+            'write "kv_role":"kv_both" for MultiConnector, or "kv_role":"kv_producer" for the child',
+        )
+
+
 def _members(given: Mapping[str, Any]) -> Iterator[Finding]:
     for name in given:
         if name not in KNOWN:
@@ -153,9 +177,6 @@ def _members(given: Mapping[str, Any]) -> Iterator[Finding]:
 def _connector(given: Mapping[str, Any]) -> Iterator[Finding]:
     area = "engine options"
     name, module = given.get("kv_connector"), given.get("kv_connector_module_path")
-    if name == "MultiConnector":
-        yield note(area, "MultiConnector: check each connector's own options with doctor", "")
-        return
     if name == ALIAS and module != MODULE:
         yield problem(
             area,
@@ -174,7 +195,10 @@ def _connector(given: Mapping[str, Any]) -> Iterator[Finding]:
             f"kv_connector_module_path is {module!r}",
             f'"kv_connector_module_path":"{MODULE}"',
         )
-    role = given.get("kv_role")
+
+
+def _role(given: Mapping[str, Any]) -> Iterator[Finding]:
+    area, role = "engine options", given.get("kv_role")
     if role != "kv_both":
         yield problem(
             area, f"kv_role is {role!r}; a cache both stores and loads", '"kv_role":"kv_both"'

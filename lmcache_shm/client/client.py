@@ -33,6 +33,7 @@ from lmcache_shm.protocol.messages import (
     Reserve,
     Step,
     Stepped,
+    facts_digest,
 )
 
 __all__ = [
@@ -54,7 +55,9 @@ REPORT_S = 5.0
 class CacheClient(Link):
     """Scheduler side. `on_connect(hello)` returns the Register of this engine; it is called in the client's
     thread at each (re)connection and raises ValueError (one line) when the model cannot be cached by this
-    server: then `refusal` holds the line and the cache stays off until a server accepts.
+    server: then `refusal` holds the line and the cache stays off until a server accepts. The descriptor has to hold
+    `facts`: before the workers have said something of themselves it is empty, and when that has changed
+    `on_connect` is called again.
     `on_registered(registered, hello)`, if given, runs there too, before the client is `up`.
 
     Rows: what `step` reserved is this client's to commit or abort, once, even when the connection broke
@@ -76,6 +79,8 @@ class CacheClient(Link):
         super().__init__(config, engine_id)
         self.registration: Registered | None = None
         """Of the current or last connection; `registration.ready` is True."""
+        self.facts: list[bytes] = []
+        """By rank, what the workers say of themselves."""
         self._on_connect = on_connect
         self._on_registered = on_registered
         self._mine: set[int] = set()  # rows reserved on this connection, not yet finished
@@ -194,10 +199,13 @@ class CacheClient(Link):
                 if self._doubt_arena != hello.arena_id:
                     self._in_doubt.clear()
                 request.busy_rows = pack_rows(self._in_doubt)
+            request.facts = facts_digest(self.facts)
             answer = connection.call(request, Registered, HELLO_S)
             if answer.ready:
                 break
-            if not self._pause(NOT_READY_S):
+            if answer.facts:
+                self.facts = answer.facts
+            elif not self._pause(NOT_READY_S):
                 raise Unavailable("closed")
         self.registration = answer
         if self._on_registered is not None:
@@ -221,7 +229,8 @@ class CacheClient(Link):
 
 
 class WorkerClient(Link):
-    """Worker side: says that this rank is there, by holding a connection open, and maps the arena.
+    """Worker side: says that this rank is there, by holding a connection open, and maps the arena. `facts`: what
+    else it says of itself.
 
     `on_attached(hello)`, if given, runs in the client's thread at each attachment, before `up`.
     """
@@ -237,11 +246,12 @@ class WorkerClient(Link):
         replicas: int,
         region_bytes: Sequence[int],
         on_attached: Callable[[HelloReply], None] | None = None,
+        facts: bytes = b"",
     ) -> None:
         super().__init__(config, engine_id)
         self.client = -1
         """Index of the engine in the arena's boards; -1 before the first attachment."""
-        self._request = AttachWorker(engine_id, rank, world, replicas, list(region_bytes))
+        self._request = AttachWorker(engine_id, rank, world, replicas, list(region_bytes), facts)
         self._on_attached = on_attached
 
     def _greet(self, connection: Connection) -> None:

@@ -60,6 +60,7 @@ class StoreBook:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._jobs: dict[int, StoreJob] = {}
+        self._loads: dict[int, Epoch] = {}
         self._next_id = 1
         self.ended: deque[StoreJob] = deque()
         """No copy reads their blocks any more, but the block pool does not know yet."""
@@ -68,8 +69,14 @@ class StoreBook:
 
     @property
     def busy(self) -> bool:
-        """Whether a copy is underway."""
+        """Whether a store is underway."""
         return bool(self._jobs)
+
+    @property
+    def loading(self) -> bool:
+        """Whether a rank has yet to report a load on the board; vLLM may hear of its end later."""
+        with self._lock:
+            return not all(_reported_by_all(epoch, number) for number, epoch in self._loads.items())
 
     @property
     def holding(self) -> bool:
@@ -84,8 +91,20 @@ class StoreBook:
     def has_room(self, jobs: int) -> bool:
         """Whether so many more can be told apart on the board from all that are underway."""
         with self._lock:
-            oldest = min(self._jobs, default=self._next_id)
+            oldest = min((*self._jobs, *self._loads), default=self._next_id)
             return self._next_id + jobs - oldest <= RING
+
+    def open_load(self, epoch: Epoch) -> int:
+        """The number of a load, until `close_load`. It is reported on the same board as stores."""
+        with self._lock:
+            number, self._next_id = self._next_id, self._next_id + 1
+            self._loads[number] = epoch
+        return number
+
+    def close_load(self, number: int) -> None:
+        """vLLM has been told of its end."""
+        with self._lock:
+            del self._loads[number]
 
     def open(
         self, epoch: Epoch, rows: list[int], keys: list[tuple[int, bytes]], blocks: list[Any]
@@ -170,3 +189,9 @@ class StoreBook:
                 if ranks.all():
                     found.append((job, bool(good[:, i].all())))
         return found
+
+
+def _reported_by_all(epoch: Epoch, number: int) -> bool:
+    """Whether every rank has reported job `number`, in whichever way it ended."""
+    cells = epoch.arena.boards[epoch.place.client, : epoch.place.world, number % RING]
+    return bool((cells >> np.uint64(1) == np.uint64(number)).all())

@@ -27,7 +27,7 @@ class SlotCopy:
 
 @dataclass(slots=True)
 class Job:
-    """Slots that succeed or fail together. Stores count up from 1, loads down from -1."""
+    """Slots that succeed or fail together. Stores and loads are counted together, from 1."""
 
     id: int
     arena_id: bytes
@@ -50,6 +50,11 @@ class Place:
     chunk_size: int
     """Tokens per slot. With the number of object groups it says how the engine's pages lie in a slot."""
 
+    @property
+    def world(self) -> int:
+        """Ranks of the engine."""
+        return len(self.region_offsets[0])
+
 
 @dataclass
 class StepCopies:
@@ -59,8 +64,6 @@ class StepCopies:
     loads: list[Job] = field(default_factory=list)
     doomed: list[str] = field(default_factory=list)
     """Requests whose load cannot be carried out: to be reported as failed at once."""
-    cancelled: list[int] = field(default_factory=list)
-    """Loads whose bytes must not be used any more."""
     places: dict[bytes, Place] = field(default_factory=dict)
     weights: dict[int, int] = field(default_factory=dict)
     """Rank → changes of its weights that the scheduler knows of; a rank without an entry has none."""

@@ -4,6 +4,7 @@ import logging
 from collections.abc import Sequence
 
 from lmcache_shm.client.counts import Counts
+from lmcache_shm.client.in_flight import StoreBook
 from lmcache_shm.client.jobs import Job, SlotCopy, StepCopies
 from lmcache_shm.client.load_plan import SlotRuns
 from lmcache_shm.client.lookup import Hit
@@ -14,24 +15,19 @@ log = logging.getLogger("lmcache_shm")
 class Loading:
     """Scheduler thread only. A load keeps its hit, and so its pins, until it has ended."""
 
-    def __init__(self, counts: Counts) -> None:
+    def __init__(self, book: StoreBook, counts: Counts) -> None:
+        self._book = book
         self._counts = counts
         self._underway: dict[str, tuple[int, Hit]] = {}
-        self._next_id = -1
         self._planned: list[tuple[Job, Hit]] = []
         self._doomed: list[str] = []
-        self._cancelled: list[int] = []
+        self._void: set[str] = set()
 
     def __contains__(self, req_id: str) -> bool:
         return req_id in self._underway
 
     def __len__(self) -> int:
         return len(self._underway)
-
-    @property
-    def cancelling(self) -> bool:
-        """Whether workers have yet to be told that a load must not be used."""
-        return bool(self._cancelled)
 
     def begin(self, req_id: str, hit: Hit, slots: Sequence[SlotRuns]) -> None:
         """Let the next step's metadata tell the workers to read these slots of `hit`."""
@@ -41,8 +37,7 @@ class Loading:
             i = chunk - hit.first[group]
             row, generation = int(hit.rows[group][i]), int(hit.generations[group][i])
             copies.append(SlotCopy(row, int(offsets[row]), generation, group, runs))
-        job = Job(self._next_id, hit.epoch.arena_id, copies, req_id)
-        self._next_id -= 1
+        job = Job(self._book.open_load(hit.epoch), hit.epoch.arena_id, copies, req_id)
         self._underway[req_id] = job.id, hit
         self._planned.append((job, hit))
 
@@ -53,8 +48,8 @@ class Loading:
         self._doomed.append(req_id)
 
     def cancel(self) -> None:
-        """What is being loaded must not be used: it has to end as a failure."""
-        self._cancelled += [job for job, _ in self._underway.values()]
+        """What is being loaded must not be used, also if it has arrived and vLLM was not told yet."""
+        self._void.update(self._underway)
 
     def tell(self, meta: StepCopies) -> None:
         """Put everything into a step's metadata that the workers have not been told yet."""
@@ -62,9 +57,14 @@ class Loading:
             meta.loads.append(job)
             meta.places[job.arena_id] = hit.epoch.place
         meta.doomed, self._doomed = self._doomed, []
-        meta.cancelled, self._cancelled = self._cancelled, []
         self._planned = []
 
-    def ended(self, req_id: str) -> Hit | None:
-        """Every worker has reported: the hit whose lease can go (None for a load that was doomed)."""
-        return self._underway.pop(req_id, (0, None))[1]
+    def ended(self, req_id: str) -> tuple[Hit | None, bool]:
+        """Every worker has reported: the hit whose lease can go (None for a load that was doomed), and whether
+        the load was cancelled."""
+        cancelled = req_id in self._void
+        self._void.discard(req_id)
+        number, hit = self._underway.pop(req_id, (0, None))
+        if hit is not None:
+            self._book.close_load(number)
+        return hit, cancelled

@@ -61,6 +61,8 @@ class Link:
         """The greeting of the server last reached."""
         self.refusal: str | None = None
         """Why the server (or `_greet`) will not have us, while that is so."""
+        self.busy = False
+        """Whether the refusal is only for now: another has our name, or all places are taken."""
         self._connection: Connection | None = None  # the one in use; None while down
         self._dialling: Connection | None = None
         self._lock = threading.Lock()
@@ -166,6 +168,7 @@ class Link:
                 self._once()
                 pause = FIRST_PAUSE_S
             except (Refused, ProtocolError, ValueError) as error:
+                self.busy = isinstance(error, Refused) and error.code == "busy"
                 self._refuse(str(error))
                 pause = max(pause, REFUSED_PAUSE_S)
             except ControlError as error:
@@ -222,7 +225,10 @@ class Link:
             self._state.notify_all()
         if self._said != message:
             self._said = message
-            log.error("lmcache_shm: the cache stays off: %s", message)
+            level, until = (
+                (logging.WARNING, "is off for now") if self.busy else (logging.ERROR, "stays off")
+            )
+            log.log(level, "lmcache_shm: the cache %s: %s", until, message)
 
     def _say(self, message: str, *, warn: bool = False) -> None:
         """One line per change of state, however often it is tried."""

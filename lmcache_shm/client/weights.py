@@ -29,10 +29,10 @@ def private() -> str:
 class Weights:
     """Thread-safe; `find` once, `close` once. Times are time.monotonic()."""
 
-    def __init__(self, engine_id: str, version: str, on_disk: Callable[[], str]) -> None:
-        """`version`: ``weight_version`` or "". Without one, `on_disk` returns the fingerprint of what was loaded, or
+    def __init__(self, engine: str, version: str, on_disk: Callable[[], str]) -> None:
+        """`engine`: what finds them again (`weights_of`). `version`: ``weight_version`` or "". Without one, `on_disk` returns the fingerprint of what was loaded, or
         raises Unidentified or OSError; it is called once, in a thread."""
-        self.engine_id = engine_id
+        self.engine = engine
         self._version = version
         self._on_disk = on_disk
         self._loaded: str | None = f"version:{version}" if version else None
@@ -140,6 +140,6 @@ class Weights:
 _all: "WeakSet[Weights]" = WeakSet()
 
 
-def weights_of(engine_id: str) -> list[Weights]:
+def weights_of(engine: str) -> list[Weights]:
     """The `Weights` of an engine in this process: one per connector of ours."""
-    return [weights for weights in list(_all) if weights.engine_id == engine_id]
+    return [weights for weights in list(_all) if weights.engine == engine]

@@ -6,12 +6,13 @@ client notices a restart at the first answer. Packed fields are little-endian nu
 their widths stand behind the fields. Rows are slot numbers: indices into the arena's slot table.
 """
 
+import hashlib
 import struct
 from typing import Any
 
 import msgspec
 
-PROTOCOL = 2
+PROTOCOL = 3
 MAX_FRAME = 16 << 20
 """Bytes of one frame's body."""
 MAX_KEYS = 128 << 10
@@ -45,7 +46,8 @@ class AttachWorker(Message):
 
     It holds its connection open as long as it lives: pid and liveness come from the socket.
     `region_bytes[g]` is its share of a slot of object group g. Ranks that hold the same bytes
-    (`replicas` neighbouring ranks, e.g. all of a MLA model) share one region.
+    (`replicas` neighbouring ranks, e.g. all of a MLA model) share one region. `facts`: what only a worker knows
+    and the namespace must hold; the server hands them to the engine's scheduler as they are.
     """
 
     engine_id: str
@@ -53,6 +55,7 @@ class AttachWorker(Message):
     world: int
     replicas: int
     region_bytes: list[int]
+    facts: bytes = b""
 
 
 class GroupInfo(Message):
@@ -74,7 +77,8 @@ class Register(Message):
     """The scheduler side asks for slots of its groups; answered by Registered.
 
     Until all `world` workers have attached, the answer has ``ready=False`` and says who is missing:
-    ask again. `descriptor` is the canonical namespace. `busy_rows` (i4) are rows that this engine
+    ask again. So it has when `facts` is not the digest of all that the workers say of themselves: the answer holds
+    it, and `descriptor` has to be made of it. `descriptor` is the canonical namespace. `busy_rows` (i4) are rows that this engine
     reserved on a connection that broke and that its workers may still be writing: these stay
     quarantined until they are given in `Step.abort`; all other quarantined rows of the engine are freed.
     """
@@ -88,6 +92,8 @@ class Register(Message):
     busy_rows: bytes = b""
     name: str = ""
     """The model's name, for people."""
+    facts: bytes = b""
+    """`facts_digest` of what the workers say of themselves, as `descriptor` holds it."""
 
 
 class Acquire(Message):
@@ -205,6 +211,8 @@ class Registered(Message):
     """Start of 8 bytes per rank, by group."""
     token_offset: list[int] = []
     """Start of the token ids, by group."""
+    facts: list[bytes] = []
+    """By rank, what the workers say of themselves; only where ``ready`` is False for want of it."""
 
 
 class Acquired(Message):
@@ -243,7 +251,8 @@ class CheckReply(Message):
 
 
 class Error(Message):
-    """The request did nothing. code: "version", "hello", "refused", "limit", "not_yours", "invalid", "draining"."""
+    """The request did nothing. code: "version", "hello", "refused", "busy" (refused
+    for now), "limit", "not_yours", "invalid", "draining"."""
 
     boot: bytes
     code: str
@@ -280,6 +289,13 @@ Reply = (
 _encoder = msgspec.msgpack.Encoder()
 decode_request = msgspec.msgpack.Decoder(Request).decode
 decode_reply = msgspec.msgpack.Decoder(Reply).decode
+
+
+def facts_digest(facts: list[bytes]) -> bytes:
+    """A digest of what all workers of an engine say of themselves, by rank; b"" when none says anything."""
+    if not any(facts):
+        return b""
+    return hashlib.blake2b(_encoder.encode(facts), digest_size=16).digest()
 
 
 def frame(message: Message) -> bytearray:

@@ -27,6 +27,8 @@ from lmcache_shm.server.session import Denied, Session
 log = logging.getLogger("lmcache_shm")
 
 MAX_GROUPS = 64
+MAX_FACTS = 64 << 10
+"""Bytes that a worker may say of itself."""
 SCHEDULER = -1
 """Rank under which the scheduler's process is written down."""
 
@@ -42,9 +44,10 @@ def check_shape(world: int, replicas: int) -> None:
 class Worker:
     """A rank that holds its connection open."""
 
-    def __init__(self, session: Session, region_bytes: list[int]) -> None:
+    def __init__(self, session: Session, region_bytes: list[int], facts: bytes) -> None:
         self.session = session
         self.region_bytes = region_bytes
+        self.facts = facts
 
 
 class Engine:
@@ -107,6 +110,8 @@ class Engines:
             )
         if not all(0 <= n < 1 << 48 for n in request.region_bytes):
             raise Denied("invalid", "a region's bytes are negative or beyond any memory")
+        if len(request.facts) > MAX_FACTS:
+            raise Denied("limit", f"a worker may say {MAX_FACTS} bytes of itself")
         if session.engine is not None:
             raise Denied("invalid", "this connection has attached before")
         engine = self._by_id.get(request.engine_id) or self._new(request.engine_id)
@@ -120,8 +125,7 @@ class Engines:
             other = present.session.process
             if not other.same(session.process) and other.alive():
                 raise Denied(
-                    "refused",
-                    f"rank {request.rank} of engine {engine.engine_id} is pid {other.pid}",
+                    "busy", f"rank {request.rank} of engine {engine.engine_id} is pid {other.pid}"
                 )
             present.session.engine = None  # its connection is half dead; this one follows it
         if engine.registered and engine.registered[request.rank] != request.region_bytes:
@@ -131,7 +135,7 @@ class Engines:
                 f"bytes a slot when the engine registered, not {request.region_bytes}",
             )
         engine.world, engine.replicas = request.world, request.replicas
-        engine.workers[request.rank] = Worker(session, request.region_bytes)
+        engine.workers[request.rank] = Worker(session, request.region_bytes, request.facts)
         session.engine = engine
         self._watch(engine, session.process, request.rank)
         return engine.index
@@ -147,7 +151,7 @@ class Engines:
             other = earlier.process
             if not other.same(session.process) and other.alive():
                 raise Denied(
-                    "refused",
+                    "busy",
                     f"engine id {engine_id} is in use by pid {other.pid}; give each engine its own",
                 )
         return engine
@@ -176,7 +180,7 @@ class Engines:
         index = next((i for i in range(MAX_CLIENTS) if i not in taken), None)
         if index is None:
             raise Denied(
-                "limit", f"{MAX_CLIENTS} engines are connected or in quarantine; no more are taken"
+                "busy", f"{MAX_CLIENTS} engines are connected or in quarantine; no more are taken"
             )
         engine = self._by_id[engine_id] = Engine(engine_id, index)
         self.arena.boards[index] = 0  # completions of an earlier engine must not speak for this one

@@ -6,7 +6,7 @@ import numpy as np
 
 from lmcache_shm.arena.layout import SlotState
 from lmcache_shm.arena.slot import SlotGeometry, checks_number, slot_geometry
-from lmcache_shm.protocol.messages import GroupInfo, Register, Registered
+from lmcache_shm.protocol.messages import GroupInfo, Register, Registered, facts_digest
 from lmcache_shm.protocol.rules import ChunkedLocal, Full, Recurrent, Rule, Window
 from lmcache_shm.server.catalog.catalog import GroupSpec
 from lmcache_shm.server.engines import MAX_GROUPS, Engine, check_shape
@@ -39,6 +39,10 @@ def register(service: "Service", session: Session, request: Register) -> Registe
         who = ", ".join(map(str, missing))
         message = f"waiting for rank {who} of {engine.world} to attach"
         return Registered(service.boot, arena_id, False, message)
+    facts = [engine.workers[rank].facts for rank in range(engine.world)]
+    if request.facts != facts_digest(facts):
+        message = "the descriptor does not hold what the workers say of themselves"
+        return Registered(service.boot, arena_id, False, message, facts=facts)
     slots = _geometries(engine, request)
     namespace = service.catalog.register(
         request.descriptor,

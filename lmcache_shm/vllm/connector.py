@@ -1,12 +1,10 @@
 """LMCacheShmConnector: what vLLM calls, handed on to the scheduler side or the worker side."""
 
 import logging
-from collections.abc import Mapping
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
-    KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorTransferResults,
@@ -19,10 +17,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from lmcache_shm.config import connector_config
+from lmcache_shm.config import ConfigError, connector_config
 from lmcache_shm.log import NAME
-from lmcache_shm.vllm.layouts import WorkerFacts, layer_backends
+from lmcache_shm.vllm.layouts import layer_backends
 from lmcache_shm.vllm.metadata import StepMetadata
+from lmcache_shm.vllm.parent import obeyed_config
 from lmcache_shm.vllm.scheduler import SchedulerSide
 from lmcache_shm.vllm.start import Start, world_size
 from lmcache_shm.vllm.stats import ShmPromMetrics, ShmStats
@@ -44,8 +43,22 @@ class LMCacheShmConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker: WorkerSide | None = None
         if role == KVConnectorRole.SCHEDULER:
             # A cache may lose things: the engine must compute them then. The scheduler reads this next.
-            self._kv_transfer_config.kv_load_failure_policy = "recompute"
-            start = Start(vllm_config, kv_cache_config, config)
+            obeyed = obeyed_config(self._kv_transfer_config)
+            obeyed.kv_load_failure_policy = "recompute"
+            if self._kv_transfer_config.is_kv_consumer and not obeyed.is_kv_consumer:
+                raise ConfigError(
+                    f'MultiConnector\'s "kv_role" is "{obeyed.kv_role}", its child\'s '
+                    f'"{self._kv_transfer_config.kv_role}": blocks that vLLM frees might be loaded into while a step '
+                    'still writes them; expected "kv_role":"kv_both" of MultiConnector, or "kv_role":"kv_producer" of '
+                    "the child (it then stores and never loads)"
+                )
+            alone = obeyed is self._kv_transfer_config
+            if not alone:
+                log.info(
+                    "lmcache_shm: kv_load_failure_policy is recompute for all connectors of %s",
+                    obeyed.kv_connector,
+                )
+            start = Start(vllm_config, kv_cache_config, config, alone=alone)
             start.open()
             self._side = SchedulerSide(start)
         else:
@@ -76,9 +89,9 @@ class LMCacheShmConnector(KVConnectorBase_V1, SupportsHMA):
         super().bind_kv_cache_manager(kv_cache_manager)
         self.side.bind(kv_cache_manager)
 
-    def set_xfer_handshake_metadata_pp_aware(self, metadata: Mapping[Any, Any]) -> None:
-        workers = [facts for facts in metadata.values() if isinstance(facts, WorkerFacts)]
-        self.side.start.set_workers(workers)
+    def set_xfer_handshake_metadata_pp_aware(self, metadata: Any) -> None:
+        """All workers are up. `metadata` is of other connectors, if anything."""
+        self.side.start.workers_are_up()
 
     def on_new_request(self, request: Any) -> None:
         self.side.on_new_request(request)
@@ -126,9 +139,6 @@ class LMCacheShmConnector(KVConnectorBase_V1, SupportsHMA):
     # ------------------------------------------------------------------------------ worker side
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         self.worker.register(kv_caches, layer_backends(self._vllm_config, kv_caches))
-
-    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        return self.worker.facts
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         meta = self._connector_metadata

@@ -130,15 +130,10 @@ def watch_engine(module: str = CORE) -> None:
         wrap(core, "set_weight_version", _engine_named)
 
 
-def _engine_id(core: Any) -> str:
-    transfer = getattr(core.vllm_config, "kv_transfer_config", None)
-    return str(getattr(transfer, "engine_id", ""))
-
-
 def _engine_sleeping(
     original: Callable[..., Any], core: Any, level: int = 1, *args: Any, **options: Any
 ) -> Any:
-    ours = weights_of(_engine_id(core))
+    ours = weights_of(str(core.vllm_config.instance_id))
     for weights in ours:
         weights.sleep_begins()
     future = original(core, level, *args, **options)
@@ -157,6 +152,6 @@ def _engine_sleeping(
 
 def _engine_named(original: Callable[..., Any], core: Any, weight_version: str) -> Any:
     answer = original(core, weight_version)
-    for weights in weights_of(_engine_id(core)):
+    for weights in weights_of(str(core.vllm_config.instance_id)):
         weights.name(weight_version)
     return answer

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
+import msgspec
 
 from lmcache_shm.client.groups import KVGroup, ModelError
 from lmcache_shm.client.plan import CachePlan
@@ -15,8 +15,10 @@ from lmcache_shm.vllm.groups import content_bytes
 
 
 @dataclass
-class WorkerFacts(KVConnectorHandshakeMetadata):
-    """What only a worker knows and a namespace must hold; it travels to the scheduler at the start.
+class WorkerFacts:
+    """What only a worker knows and a namespace must hold; it travels to the scheduler by way of the server.
+
+    (vLLM's handshake carries one connector's metadata: under MultiConnector that may be another's.)
 
     `groups[i]`: of KV cache group i: digest of the page layout, attention backends, kernel block sizes.
     """
@@ -25,6 +27,14 @@ class WorkerFacts(KVConnectorHandshakeMetadata):
     world: int
     device: str
     groups: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    def encode(self) -> bytes:
+        return msgspec.json.encode(self)
+
+    @classmethod
+    def decode(cls, told: bytes) -> "WorkerFacts":
+        """Raises msgspec.MsgspecError."""
+        return msgspec.json.decode(told, type=cls)
 
 
 @dataclass(frozen=True)

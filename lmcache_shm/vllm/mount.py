@@ -32,6 +32,10 @@ class Attachment(WorkerClient):
         super().__init__(config, engine, rank, world, replicas, [])
         self._prepare = prepare
 
+    def say(self, facts: bytes) -> None:
+        """What the worker tells of itself when it attaches. Before `start`."""
+        self._request.facts = facts
+
     def _greet(self, connection: Connection) -> None:
         if self.arena is None:
             raise ValueError("no arena is mapped")

@@ -31,6 +31,8 @@ class RequestState:
     salt: int = 0
     hit: Hit | None = None
     """Looked up and pinned, not loaded yet."""
+    loading: bool = False
+    """What it waits for, or has got without running since, is a load of ours."""
     no_external: bool = False
     """A load failed: never offer this request anything again."""
     passed_over: bool = False
@@ -63,6 +65,10 @@ class RequestState:
         self.salt = salt_word(salt_bytes(self.request))
         self.keys = ChunkKeys(epoch.seed, size)
         return True
+
+    def start_anew(self) -> None:
+        """Its load was of no use: it is computed from its beginning."""
+        self.no_external = self.passed_over = True
 
     def rewind(self) -> None:
         """Begin anew: the prefix is being determined (again)."""

@@ -10,6 +10,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from vllm.v1.request import RequestStatus
+
 from lmcache_shm.client.admission import Parking
 from lmcache_shm.client.counts import Counts
 from lmcache_shm.client.in_flight import Settlement, StoreBook
@@ -31,7 +33,9 @@ NEVER = float("inf")
 NOTHING = (0, False)
 LATER = (None, False)
 SETTLE_S = 10.0
-"""A reset of the prefix cache, or the end, waits this long for stores that are underway."""
+"""A reset of the prefix cache, or the end, waits this long for copies that are underway."""
+_KEEP_BLOCKS = {RequestStatus.RUNNING, RequestStatus.WAITING_FOR_STREAMING_REQ}
+"""Who is in one of these states holds blocks also without us: they are in the way of any reset."""
 
 
 class SchedulerSide:
@@ -45,9 +49,10 @@ class SchedulerSide:
         self.settler = Settler(self.client, self.book, lambda: self.start.latest)
         self.planner = StorePlanner(self.book, self.counts)
         self.parking = Parking(start.vllm_config, start.groups, len(start.ignored))
+        self._manager: Any = None
         self.pool: Any = None
         self._requests: dict[str, RequestState] = {}
-        self._loading = Loading(self.counts)
+        self._loading = Loading(self.book, self.counts)
         self._recomputing: set[str] = set()
         """Requests whose load failed, and that were not scheduled again since."""
         # Rank → changes of its weights that it has reported.
@@ -79,6 +84,7 @@ class SchedulerSide:
             state.passed_over = False
             return LATER
         epoch = self._current()
+        state.loading = False
         self._drop_states(state)
         state.since = time.monotonic()
         state.outdated = self._local_outdated and local_tokens > 0
@@ -146,6 +152,7 @@ class SchedulerSide:
         if external_tokens == 0:
             self._drop_hit(state)
             return
+        state.loading = True
         req_id, hit = request.request_id, state.hit
         held = hit.local_tokens if hit is not None else 0
         self.parking.enter(req_id, request.num_tokens, held + external_tokens, tables, self._null)
@@ -248,18 +255,20 @@ class SchedulerSide:
         """What the workers report with a step: ended loads, stores that could not begin."""
         failed = connector_output.failed_recving or ()
         for req_id in connector_output.finished_recving or ():
-            hit = self._loading.ended(req_id)
+            hit, cancelled = self._loading.ended(req_id)
             if hit is not None:
                 self.book.give_back(hit.lease)
             state = self._requests.get(req_id)
             if req_id in failed:
                 self.counts.add("requests_recomputed")
                 self.client.count("load_failed")
-                if state is not None:
-                    state.no_external = state.passed_over = True
-                    self._recomputing.add(req_id)
             if state is None:
                 self.parking.leave(req_id)
+            elif cancelled:
+                self._take_blocks(state)
+            elif req_id in failed:
+                state.start_anew()
+                self._recomputing.add(req_id)
         refused = connector_output.kv_connector_worker_meta
         if isinstance(refused, RefusedStores):
             self.book.refuse(refused.ranks)
@@ -272,32 +281,44 @@ class SchedulerSide:
         return self._settle_now() or self.book.held_alone()
 
     def has_pending_work(self) -> bool:
-        """Whether the engine should go on stepping: copies are underway, or blocks wait to be released."""
-        return self.book.holding or self._loading.cancelling
+        """Whether the engine should go on stepping: copies are underway, or blocks wait to be released.
+
+        A paused engine that keeps its requests does not count them as work, but goes on until loads have ended:
+        they write into its blocks.
+        """
+        return self.book.holding or len(self._loading) > 0
 
     # ------------------------------------------------------------------------------------- cache
     def bind(self, manager: Any) -> None:
-        """Take references in this manager's block pool; let its reset wait for copies that are underway.
+        """Take references in this manager's block pool; let its reset find all of them given back.
 
         Before vLLM allocates blocks or counts free ones, those of ended copies are given back: so an idle
         engine needs no step for it, and nobody is preempted for blocks that nobody needs. Never *while* it
         allocates: it counts the blocks of a prefix that become unavailable, then the free ones, and a
         block that is freed in between would be available twice.
         """
-        self.pool = manager.block_pool
+        self._manager, self.pool = manager, manager.block_pool
         self._null = self.pool.null_block.block_id
         reset, count = manager.reset_prefix_cache, self.pool.get_num_free_blocks
         allocate = manager.allocate_slots
-        allocating = False
+        allocating = resetting = False
 
-        def reset_when_settled() -> bool:
-            self.wait_settled(SETTLE_S)
-            emptied = bool(reset())
+        def reset_when_released() -> bool:
+            nonlocal resetting
+            resetting = self._give_up_blocks() and self.start.alone
+            try:
+                emptied = bool(reset())
+            finally:
+                resetting = False
             if emptied:
                 self._dirty_since, self._local_outdated = NEVER, False
             return emptied
 
         def count_when_released() -> int:
+            if resetting:
+                # What is in use now is freed by vLLM when a step that is underway has ended. It puts this
+                # off since we are there; nobody will find those blocks, and nobody gets them before.
+                return int(self.pool.num_gpu_blocks) - 1
             if not allocating:
                 self._release_blocks()
             return int(count())
@@ -311,7 +332,7 @@ class SchedulerSide:
             finally:
                 allocating = False
 
-        manager.reset_prefix_cache = reset_when_settled
+        manager.reset_prefix_cache = reset_when_released
         manager.allocate_slots = allocate_when_released
         self.pool.get_num_free_blocks = count_when_released
 
@@ -321,15 +342,55 @@ class SchedulerSide:
         self._notice()
         return True
 
-    def wait_settled(self, timeout_s: float) -> bool:
-        """Until no store is underway and all is committed; False when the time was too short."""
+    def _give_up_blocks(self) -> bool:
+        """Before a reset of the engine's cache: give back every block that is held because we are there.
+
+        These are blocks of stores, recurrent states whose tokens are not known yet, and prefixes that were
+        loaded for requests that do not run: those are computed from their beginning. False, and nothing is given
+        up, if others hold blocks: without us, too, there could be no reset.
+        """
+        managers = self._manager.coordinator.single_type_managers
+        holders = {r for m in managers for r, blocks in m.req_to_blocks.items() if blocks}
+        if not all(map(self._holds_for_us, holders)):
+            return False
+        if not self.wait_settled(SETTLE_S, loads=True):
+            return False
+        for state in self._requests.values():
+            self._drop_states(state)
+        for req_id in holders:
+            if req_id in self._requests:
+                self._take_blocks(self._requests[req_id])
+            else:  # it was aborted, and vLLM waits for the report of its load
+                self._manager.coordinator.free(req_id)
+        return True
+
+    def _holds_for_us(self, req_id: str) -> bool:
+        """Whether a request that holds blocks would hold none without us. Another connector's load is not ours."""
+        state = self._requests.get(req_id)
+        if state is None:
+            return req_id in self._loading
+        remote = state.request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
+        return state.request.status not in _KEEP_BLOCKS and (state.loading or not remote)
+
+    def _take_blocks(self, state: RequestState) -> None:
+        """A request that does not run, and into whose blocks nobody writes, begins anew without them."""
+        request = state.request
+        self._manager.free(request)
+        request.num_computed_tokens = 0
+        state.start_anew()
+        self.parking.leave(request.request_id)
+        self._recomputing.add(request.request_id)
+
+    def wait_settled(self, timeout_s: float, *, loads: bool = False) -> bool:
+        """Until no store (and, with `loads`, no load) is underway and all is committed; False when the time was
+        too short."""
         end = time.monotonic() + timeout_s
         while True:
             self._settle_now()
-            if not self.book.busy:
+            if not self.book.busy and not (loads and self.book.loading):
                 return True
             if time.monotonic() > end:
-                log.warning("lmcache_shm: stores are still underway after %.0f s", timeout_s)
+                log.warning("lmcache_shm: copies are still underway after %.0f s", timeout_s)
                 return False
             time.sleep(0.002)  # the engine is idle, or on its way down: it has asked to wait
 

@@ -5,11 +5,10 @@ say so in time. If none is, the engine serves without a cache, and the client ke
 the background; an error then is one line in the log, and the cache stays off.
 """
 
+import hashlib
 import logging
-import threading
 import time
 from collections import deque
-from collections.abc import Sequence
 from typing import Any
 
 from lmcache_shm.client.autostart import AutostartError, ensure_server
@@ -39,8 +38,12 @@ READY_S = 10.0
 class Start:
     """Scheduler side of the connection. `current()` gives the epoch to work in, or None: no cache now."""
 
-    def __init__(self, vllm_config: Any, kv_cache_config: Any, config: Config) -> None:
-        """Raises ModelError when this model cannot be cached as it is started, whatever the server says."""
+    def __init__(
+        self, vllm_config: Any, kv_cache_config: Any, config: Config, *, alone: bool = True
+    ) -> None:
+        """`alone`: there is no other connector. Raises ModelError when this model cannot be cached as it is
+        started, whatever the server says."""
+        self.alone = alone
         self.vllm_config = vllm_config
         self.kv_cache_config = kv_cache_config
         self.config = config
@@ -51,11 +54,10 @@ class Start:
         self._notes = check_recurrent(vllm_config, self.groups, config.mamba_steps)
         self.client = CacheClient(config, engine_id(vllm_config), self._register, self._registered)
         self.weights = Weights(
-            engine_id(vllm_config), config.weight_version, lambda: loaded_weights(vllm_config)
+            str(vllm_config.instance_id), config.weight_version, lambda: loaded_weights(vllm_config)
         )
         self._registering = ""  # the weights that the registration underway is for
-        self._workers: list[WorkerFacts] = []
-        self._workers_known = threading.Event()
+        self._waited = False
         self._plan: CachePlan | None = None
         self._descriptor = b""
         self._coming: deque[Epoch] = deque()
@@ -86,27 +88,26 @@ class Start:
                 self.client.close()
                 raise
 
-    def set_workers(self, workers: Sequence[WorkerFacts]) -> None:
-        """All workers are up (none: the executor does not tell). Raises ModelError if the server refuses.
+    def workers_are_up(self) -> None:
+        """Wait for the registration if a server has answered: what comes first shall find the cache on.
 
-        Waits for the registration if a server has answered: what comes first shall find the cache on.
+        Raises ModelError if the server will never have this engine as it is. One that it will not have now serves
+        without the cache until it will.
         """
-        if self._workers_known.is_set():
+        if self._waited or self.client.hello is None:
             return
-        self._workers = sorted(workers, key=lambda w: w.rank)
-        self._workers_known.set()
-        if workers and self.client.hello is not None and self.weights.wait(IDENTIFIED_S):
-            self.client.wait(READY_S)
-            if self.client.refusal is not None:
-                self.client.close()
-                raise ModelError(
-                    f"the lmcache-shm server does not take this engine: {self.client.refusal}"
-                )
+        self._waited = True
+        if not self.weights.wait(IDENTIFIED_S):
+            return
+        self.client.wait(READY_S)
+        if self.client.refusal is not None and not self.client.busy:
+            self.client.close()
+            raise ModelError(
+                f"the lmcache-shm server does not take this engine: {self.client.refusal}"
+            )
 
     def current(self) -> Epoch | None:
         """The epoch of the connection in use; None while there is none. Scheduler thread only."""
-        if not self._workers_known.is_set():
-            self.set_workers([])
         while self._coming:
             self._epoch = self._coming.popleft()
         epoch = self._epoch if self.client.up else None
@@ -135,12 +136,12 @@ class Start:
     # ------------------------------------------------------------------ in the client's thread
     def _register(self, hello: HelloReply) -> Register:
         plan = self.plan_for(hello)
-        self._workers_known.wait()
+        workers = [WorkerFacts.decode(told) for told in self.client.facts]
         self.weights.wait()
         self._plan = plan
         self._registering = self.weights.identity or private()
         self._descriptor = descriptor(
-            self.vllm_config, self.kv_cache_config, plan, self._workers, self._registering
+            self.vllm_config, self.kv_cache_config, plan, workers, self._registering
         )
         return Register(
             engine_id=self.client.engine_id,
@@ -178,7 +179,6 @@ class Start:
                 log.info("lmcache_shm: %s", line)
 
     def close(self) -> None:
-        self._workers_known.set()
         self.weights.close()
         if self._epoch is not None and self._epoch.weights.startswith(PRIVATE):
             self.client.clear()  # as in `_move`
@@ -201,8 +201,15 @@ def group_info(plan: CachePlan, index: int) -> GroupInfo:
 
 
 def engine_id(vllm_config: Any) -> str:
-    """The same in the scheduler and all workers of one engine, and in no other."""
-    return str(vllm_config.kv_transfer_config.engine_id)
+    """The same in the scheduler and all workers of one engine, and in no other; at most 256 bytes.
+
+    The id that an engine was given may still be held by one that lives on though its API server is gone. So this
+    run's own number is part of it, which vLLM hands to the workers with the configuration.
+    """
+    given = str(vllm_config.kv_transfer_config.engine_id)
+    run = f"{given} {vllm_config.instance_id}".encode(errors="replace")
+    shown = given.encode(errors="replace")[:240].decode(errors="ignore")
+    return f"{shown}-{hashlib.blake2b(run, digest_size=4).hexdigest()}"
 
 
 def world_size(vllm_config: Any) -> int:

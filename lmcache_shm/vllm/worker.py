@@ -70,7 +70,7 @@ class WorkerSide:
         self._loaded: list[tuple[str, bool]] = []
         self._refused: dict[int, set[int]] = {}
         self._void: set[int] = set()
-        """Loads that were cancelled: failed, however they end."""
+        """Loads that were underway when the weights changed: failed, however they end."""
         watch_worker()
         self._weights = CHANGES
         self._first = CHANGES.count  # earlier changes belong to another engine of this process
@@ -100,6 +100,7 @@ class WorkerSide:
             self.rank,
             self.world,
         )
+        self.attachment.say(self.facts.encode())
         self._publisher.start()
         self.attachment.start()
 
@@ -144,7 +145,6 @@ class WorkerSide:
         self._planned_for = meta.weights.get(self.rank, 0)
         with self._lock:
             self._loaded += [(req_id, False) for req_id in meta.doomed]
-            self._void.update(meta.cancelled)
         for job in meta.loads:
             self._try(job, "load", meta.places[job.arena_id], self.config.load_deadline_s)
 
@@ -264,14 +264,12 @@ class WorkerSide:
     def _report(self, mount: Mount, result: JobResult) -> None:
         with self._lock:
             job, place = mount.jobs.pop(result.id)
-            ok = result.ok and job.id not in self._void
+            ok, kind = result.ok and job.id not in self._void, result.kind
             self._void.discard(job.id)
             self._loads.discard(job.id)
-            if result.kind == "store":
-                mount.arena.boards[place.client, self.rank, job.id % RING] = job.id << 1 | int(ok)
-            else:
+            mount.arena.boards[place.client, self.rank, job.id % RING] = job.id << 1 | int(ok)
+            if kind == "load":
                 self._loaded.append((job.req_id, ok))
-        kind = result.kind
         if ok:
             self.counts.add(f"{kind}s")
             self.counts.add("loaded_bytes" if kind == "load" else "stored_bytes", result.nbytes)

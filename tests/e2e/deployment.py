@@ -54,7 +54,7 @@ class Deployment:
         self.log = Path(self._folder.name) / "vllm.log"
         command = [
             sys.executable, "-m", "tools.tiny_models.serve", family, "--port", str(port),
-            "--host", "127.0.0.1", "--kv-transfer-config", json.dumps(server.connector()), *flags,
+            "--host", "127.0.0.1", "--kv-transfer-config", json.dumps(server.connector() | {"engine_id": "ours"}), *flags,
         ]  # fmt: skip
         folder = self._folder.name
         variables = {"TINY_MODELS_FOLDER": folder, "VLLM_RPC_BASE_PATH": folder} | env

@@ -5,6 +5,8 @@ import gc
 import logging
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 
@@ -304,6 +306,72 @@ def test_a_refusal_of_the_server_is_said_too(instance, successors):
     with contextlib.closing(pair.start()):
         assert not pair.client.wait(5)
         assert "--chunk-size 16" in pair.client.refusal
+
+
+def test_an_engine_id_that_is_in_use_is_a_matter_of_now_only(server, caplog):
+    """The engine serves without a cache, says so as a warning, and gets one when the other process is gone."""
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, server.path], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    assert holder.stdout is not None
+    assert holder.stdout.readline() == b"registered\n"
+    pair = Pair(server).start()
+    try:
+        assert not pair.client.wait(10)
+        assert pair.client.busy
+        assert f"engine id engine is in use by pid {holder.pid}" in (pair.client.refusal or "")
+        found = [r for r in caplog.records if "engine id engine is in use" in r.getMessage()]
+        assert [logging.WARNING] == [r.levelno for r in found]
+        holder.kill()
+        until(lambda: pair.client.up, "the cache in use")
+    finally:
+        pair.close()
+        holder.kill()
+        holder.communicate()
+
+
+HOLDER = """
+import sys
+from types import SimpleNamespace
+from tests.protocol.harness import Engine
+engine = Engine(SimpleNamespace(path=sys.argv[1]))
+print("registered", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_descriptor_is_made_of_what_the_workers_say_now(server, caplog):
+    """Whatever they said before, the namespace holds what the ranks that are there say of themselves."""
+    asked: list[list[bytes]] = []
+    config = server.config(deadline_ms=DEADLINE_MS, reconnect_max_s=0.1)
+
+    def register(hello):
+        asked.append(list(client.facts))
+        return registration("engine", world=2, descriptor=b"|".join([b"{}", *client.facts]))
+
+    client = CacheClient(config, "engine", register)
+    workers = [
+        WorkerClient(config, "engine", r, 2, 1, [REGION] * len(GROUPS), facts=b"rank %d" % r)
+        for r in range(2)
+    ]
+    try:
+        for link in (client, *workers):
+            link.start()
+        assert client.wait(10)
+        assert asked[-1] == [b"rank 0", b"rank 1"]
+        assert asked[0] == []
+        first = client.registration.namespace
+        workers[1].close()
+        other = WorkerClient(config, "engine", 1, 2, 1, [REGION] * len(GROUPS), facts=b"other")
+        workers.append(other)
+        other.start()
+        assert other.wait(10)
+        client._connection.shutdown()
+        until(lambda: asked[-1] == [b"rank 0", b"other"] and client.up, "registered anew")
+        assert client.registration.namespace != first
+    finally:
+        for link in (client, *workers):
+            link.close()
 
 
 def test_reasons_reach_the_server(server, pair, monkeypatch):

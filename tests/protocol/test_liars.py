@@ -219,6 +219,14 @@ def test_workers_of_impossible_shape_are_refused(lasting, rank, world, replicas,
         c.call(AttachWorker("odd", rank, world, replicas, regions), Attached)
 
 
+def test_a_worker_cannot_say_without_end_of_itself(lasting):
+    hello = Hello(PROTOCOL, "worker", "odd")
+    with contextlib.closing(Connection.open(lasting.path, hello, WAIT_S)) as c:
+        with pytest.raises(Refused, match="65536 bytes"):
+            c.call(AttachWorker("odd", 0, 1, 1, [REGION] * 2, bytes(1 << 17)), Attached)
+        c.call(AttachWorker("odd", 0, 1, 1, [REGION] * 2, bytes(1 << 16)), Attached)
+
+
 @pytest.mark.parametrize(
     ("world", "replicas"), [(0, 1), (-1, -2), (17, 1), (2**31 - 1, 1), (2**40, 1), (4, 3), (4, 0)]
 )

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from vllm.v1.request import RequestStatus
 
 from lmcache_shm.arena.layout import SlotState
 from lmcache_shm.transfer.engine import CopyItem, CopyJob
@@ -14,6 +15,7 @@ from tests.scheduler.contents import Contents
 from tests.scheduler.late import Pace
 from tests.scheduler.prefixes import Known
 from tests.scheduler.server import CacheServer
+from tests.scheduler.wiring import plan_in
 from tests.scheduler.worker import Step
 
 
@@ -49,6 +51,10 @@ class Cache(Contents):
         self.blind = False
         """The server is away: misses are no surprise."""
         self.stores = self.loads = self.failed_loads = 0
+        self._void_up_to = 0
+        """Jobs planned before the last external reset: it ended the registration that their slots were leased under."""
+        self._loading: set[str] = set()
+        self._holding: set[str] = set()
 
     def attached(self) -> None:
         super().attached()
@@ -65,7 +71,7 @@ class Cache(Contents):
     # ---------------------------------------------------------------------------- plans
     def planned(self, step: Step) -> None:
         """A schedule() is over: note what was planned in it, and what must hold from the start."""
-        meta = step.output.kv_connector_metadata
+        meta = plan_in(step.output.kv_connector_metadata)
         for job in meta.stores:
             self.stores += 1
             self._plan(job, step, None)
@@ -143,13 +149,35 @@ class Cache(Contents):
 
     def refused(self, job: CopyJob, item: CopyItem, reason: str) -> None:
         """The real engine did not copy a slot."""
-        if self.watching and reason == "generation" and not self.lossy:
+        leased = job.id > self._void_up_to
+        if self.watching and reason == "generation" and leased and not self.lossy:
             self.oracle.fail(
                 "lost_pin",
                 f"{job.kind} {job.id}: slot {item.row} changed hands although it was {job.kind}d under a lease",
             )
         if self.watching and reason not in ("generation", "arena"):
             self.oracle.fail("copy", f"{job.kind} {job.id}: slot {item.row}: {reason}")
+
+    # ---------------------------------------------------------------------------- resets
+    def before_reset(self) -> None:
+        """Note whose load is under way, and who has a prefix and does not run: a reset takes it from them."""
+        requests = self.engine.scheduler.requests.values()
+        self._loading = {r.request_id for r in requests if r.request_id in self.side._loading}
+        self._holding = self._loading | {
+            r.request_id
+            for r in requests
+            if r.status == RequestStatus.WAITING_FOR_REMOTE_KVS
+            or (r.status != RequestStatus.RUNNING and r.num_computed_tokens > 0)
+        }
+
+    def after_reset(self, *, done: bool, external: bool) -> None:
+        """They are computed from their beginning."""
+        if done:
+            self.spoiled |= self._holding
+        elif external:
+            self.spoiled |= self._loading
+        if external:
+            self._void_up_to = max(self.plans, default=0)
 
     # ---------------------------------------------------------------------------- hits
     def _acquires(self) -> int:

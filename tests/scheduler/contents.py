@@ -14,7 +14,7 @@ from tests.scheduler.oracle import Oracle
 from tests.scheduler.prefixes import Known, Prefixes
 from tests.scheduler.server import CacheServer
 from tests.scheduler.storage import Group, Storage
-from tests.scheduler.wiring import Wiring
+from tests.scheduler.wiring import Wiring, ours
 
 
 class Contents(Wiring):
@@ -176,7 +176,7 @@ class Contents(Wiring):
 
     def slot(self, rank: int, number: int, row: int) -> tuple[Any, int, Mapping[int, int]]:
         """(layout, arena offset of the rank's region, KV cache group → part) of a row of object group `number`."""
-        worker = self.engine.workers.connectors[rank].worker
+        worker = ours(self.engine.workers.connectors[rank]).worker
         mount = worker._mounts[bytes(self.server.arena.arena_id)]
         place = self.side.start.latest.place
         offset = int(self.server.arena.cold["offset"][row]) + place.region_offsets[number][rank]

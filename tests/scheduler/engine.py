@@ -12,6 +12,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.request import Request, RequestStatus
@@ -246,6 +247,66 @@ class Engine:
             if idle > 200 and self.unfinished():
                 break
         self.oracle.fail("stuck", f"requests do not end: {self.state()}")
+
+    # ---------------------------------------------------------------------------- resets, pauses
+    def reset(self, *, running: bool = False, external: bool = False) -> bool:
+        """POST /reset_prefix_cache. With `running` it must succeed: without a cache it would."""
+        self.oracle.note(
+            f"reset_prefix_cache running={running} external={external}: {self.state()}"
+        )
+        if self._cache:
+            self._cache.before_reset()
+        done: bool = self.scheduler.reset_prefix_cache(running, external)
+        if self._cache:
+            self._cache.after_reset(done=done, external=external)
+        pool = self.oracle.pool
+        if done and (left := [b.block_id for b in pool.blocks if b.block_hash is not None]):
+            self.oracle.fail("reset", f"blocks {left[:10]} can still be found")
+        if running and not done:
+            self.oracle.fail("reset", f"it was refused: {self.state()}")
+        return done
+
+    @property
+    def between_steps(self) -> bool:
+        """Whether EngineCore would listen now: a synchronous one does not while a step is under way."""
+        return self.setup.asynchronous or not self.queue
+
+    def pause(
+        self,
+        mode: str = "abort",
+        between: Callable[[], None] = lambda: None,
+        *,
+        clear: bool = True,
+        limit: int = 5000,
+    ) -> None:
+        """POST /pause as EngineCoreProc does it: it comes back when nothing is to be done any more.
+
+        Sleep is this with `clear`, and then the KV cache's memory goes.
+        """
+        self.oracle.note(f"pause {mode} clear={clear}")
+        if mode == "abort":
+            for req_id in self.unfinished():
+                self.abort(req_id)
+        state = PauseState.PAUSED_ALL if mode == "keep" else PauseState.PAUSED_NEW
+        self.scheduler.set_pause_state(state)
+        for _ in range(limit):
+            if not (self.queue or self.scheduler.has_requests()):
+                break
+            self.turn(between)
+        else:
+            self.oracle.fail("stuck", f"it does not come to rest: {self.state()}")
+        if clear:
+            self.reset(running=True, external=True)
+            self.poison()
+
+    def resume(self) -> None:
+        self.oracle.note("resume")
+        self.scheduler.set_pause_state(PauseState.UNPAUSED)
+
+    def poison(self) -> None:
+        """The KV cache's memory is given away while the engine sleeps: nothing in it can be used any more."""
+        for rank in self.workers.ranks:
+            rank.poison(range(self.oracle.pool.num_gpu_blocks))
 
     def state(self) -> str:
         """Where everything is, for people."""

@@ -7,6 +7,7 @@ is no model and nothing is executed.
 
 import atexit
 import functools
+import itertools
 import os
 import shutil
 import tempfile
@@ -172,6 +173,8 @@ def _mla() -> Specs:
     return _layers(a=spec, b=spec)
 
 
+_RUNS = itertools.count()
+"""Each engine is a run of its own, as one that a process of its own starts."""
 _RECURRENT = {"mamba_cache_mode": "align"}
 _ANY_STEP = {"lmcache_shm.mamba_steps": "any"}
 
@@ -236,6 +239,8 @@ class Setup:
     drafts: int = 0
     max_seqs: int = 6
     policy: str = "fcfs"
+    place: str = ""
+    """Of our connector under MultiConnector: "only", "first", "second"; "": there is none around it."""
 
 
 def fork(config: Any, **changes: Any) -> Any:
@@ -260,12 +265,15 @@ def vllm_config(setup: Setup, engine_id: str | None, extra: Mapping[str, Any]) -
             engine_id=engine_id,
             kv_connector_extra_config={**family.extra, **extra},
         )
+        if setup.place:
+            transfer = _in_multi(transfer, setup.place)
     scheduler = base.scheduler_config
     spare = scheduler.max_num_batched_tokens - (
         scheduler.max_num_scheduled_tokens or scheduler.max_num_batched_tokens
     )
     return fork(
         base,
+        instance_id=f"run {next(_RUNS)}",
         cache_config=fork(base.cache_config, kv_cache_layout=family.layout, **family.cache),
         model_config=fork(base.model_config, max_model_len=setup.max_len),
         scheduler_config=fork(
@@ -281,6 +289,28 @@ def vllm_config(setup: Setup, engine_id: str | None, extra: Mapping[str, Any]) -
         ),
         parallel_config=fork(base.parallel_config),
         kv_transfer_config=transfer,
+    )
+
+
+def _in_multi(ours: KVTransferConfig, place: str) -> KVTransferConfig:
+    """What an engine is given whose MultiConnector has our connector in this place."""
+    child = {
+        "kv_connector": ours.kv_connector,
+        "kv_connector_module_path": ours.kv_connector_module_path,
+        "kv_role": ours.kv_role,
+        "kv_connector_extra_config": ours.kv_connector_extra_config,
+    }
+    neighbour = {
+        "kv_connector": "Neighbour",
+        "kv_connector_module_path": "tests.scheduler.neighbour",
+        "kv_role": "kv_both",
+    }
+    children = {"only": [child], "first": [child, neighbour], "second": [neighbour, child]}
+    return KVTransferConfig(
+        kv_connector="MultiConnector",
+        kv_role="kv_both",
+        engine_id=ours.engine_id,
+        kv_connector_extra_config={"connectors": children[place]},
     )
 
 

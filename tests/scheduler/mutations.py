@@ -33,6 +33,8 @@ class Mutation:
     """It only shows with speculation."""
     calm: bool = False
     """It only shows when nothing else is lost."""
+    resets: bool = False
+    """It only shows when the engine's cache is reset while there is something in it."""
 
 
 MUTATIONS: dict[str, Mutation] = {}
@@ -300,3 +302,67 @@ def offer_again_after_a_failed_load(patches: ExitStack) -> None:
         return right(self, request, local)
 
     patches.enter_context(patch.object(scheduler.SchedulerSide, "matched_tokens", forgetful))
+
+
+# ------------------------------------------------------------------------------------- resets
+@mutation("engine_died", families=("gdn", "gdn_any", "gdn_window"), resets=True)
+def hold_states_over_a_reset(patches: ExitStack) -> None:
+    """Recurrent states whose tokens are not known yet stay referenced while the engine's cache is reset."""
+    right, giving = scheduler.SchedulerSide._give_up_blocks, [False]
+
+    def give_up(self: Any) -> bool:
+        giving[0] = True
+        try:
+            right(self)
+        finally:
+            giving[0] = False
+        return False  # nor count them as if they were free
+
+    drop = scheduler.SchedulerSide._drop_states
+    patches.enter_context(patch.object(scheduler.SchedulerSide, "_give_up_blocks", give_up))
+    patches.enter_context(
+        patch.object(
+            scheduler.SchedulerSide,
+            "_drop_states",
+            lambda self, state: None if giving[0] else drop(self, state),
+        )
+    )
+
+
+@mutation("engine_died", "reset", families=("full", "gdn", "windows_tp2"), resets=True)
+def keep_loaded_prefixes_over_a_reset(patches: ExitStack) -> None:
+    """A request that does not run keeps the blocks it has loaded a prefix into."""
+    right = scheduler.SchedulerSide._holds_for_us
+
+    def running_only(self: Any, req_id: str) -> bool:
+        state = self._requests.get(req_id)
+        return not (state is not None and state.loading) and bool(right(self, req_id))
+
+    patches.enter_context(patch.object(scheduler.SchedulerSide, "_holds_for_us", running_only))
+
+
+@mutation("engine_died", families=("full", "gdn", "windows"), resets=True)
+def count_blocks_of_steps_under_way(patches: ExitStack) -> None:
+    """What vLLM frees when a step has ended is in the way of a reset."""
+    right = scheduler.SchedulerSide._give_up_blocks
+    patches.enter_context(
+        patch.object(scheduler.SchedulerSide, "_give_up_blocks", lambda self: right(self) and False)
+    )
+
+
+@mutation(
+    "changed_hands", "store_source", "stored", "load", "read", "overwrite",
+    families=("full", "windows", "gdn"), resets=True,
+)  # fmt: skip
+def reset_under_copies(patches: ExitStack) -> None:
+    """Nobody waits for what reads the engine's blocks, or writes into them."""
+    right = scheduler.SchedulerSide._give_up_blocks
+
+    def hasty(self: Any) -> bool:
+        self.wait_settled = lambda timeout_s, *, loads: True
+        try:
+            return bool(right(self))
+        finally:
+            del self.wait_settled
+
+    patches.enter_context(patch.object(scheduler.SchedulerSide, "_give_up_blocks", hasty))

@@ -24,6 +24,9 @@ def draw(seed: int, name: str) -> Workload:
     chances = Chances(0.2, 0.01, 0.03, 0.3 if mutation.steal else 0.0, 0.02, 0.0)
     pace = Pace(8, 0.5, rng.choice([0, 0.3]), rng.choice([0, 0.3]))
     setup = drawn.setup
+    if mutation.resets:
+        chances = replace(chances, reset=0.1, pause=0.03)
+        setup = replace(setup, asynchronous=seed % 3 > 0)
     if mutation.calm:
         chances, pace = Chances(0.2, 0.01, 0, 0, 0, 0), Pace(8, 0.5)
     if mutation.drafts:

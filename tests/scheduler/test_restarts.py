@@ -126,6 +126,21 @@ def test_an_engine_that_starts_anew_finds_what_the_last_one_stored(instance: str
             assert 4 * second.chunk == second.ask(prompt).external_tokens
 
 
+@pytest.mark.parametrize("family", ["full", "windows_tp2"])
+def test_engines_of_one_id_do_not_take_each_others_place(family: str, instance: str) -> None:
+    """The id that a user gives an engine may still be held by an orphan: both are served, each with its own ranks."""
+    with Lab(family, instance, engine_id="same") as orphan:
+        known = orphan.cache.known
+        with Lab(family, instance, server=orphan.server, engine_id="same", known=known) as lab:
+            ids = [engine.engine_id for engine in lab.server.service.engines]
+            assert 2 == len(set(ids))
+            assert all(engine_id.startswith("same-") for engine_id in ids)
+            prompt = lab.prompt(4 * lab.chunk + 1)
+            orphan.ask(prompt)
+            assert 4 * lab.chunk == lab.ask(prompt).external_tokens
+            assert orphan.cache.side.start.client.up
+
+
 # ------------------------------------------------------------------------------------- figures
 def test_counters_only_grow(instance: str) -> None:
     """Preemption, failed loads and resets never subtract: a Prometheus counter would end the engine."""

@@ -42,7 +42,7 @@ def reset(lab: Lab) -> None:
 
 def sleep(lab: Lab, level: int) -> None:
     """What EngineCore.sleep does with the scheduler."""
-    (weights,) = weights_of(lab.engine.config.kv_transfer_config.engine_id)
+    (weights,) = weights_of(lab.engine.config.instance_id)
     weights.sleep_begins()
     reset(lab)
     weights.sleeps(level)
@@ -260,7 +260,7 @@ def ask_updated(lab: Lab, prompt: list[int]) -> int:
     """Update, reset, and, last, say which version it is; then ask for something."""
     update(lab)
     reset(lab)
-    (weights,) = weights_of(lab.engine.config.kv_transfer_config.engine_id)
+    (weights,) = weights_of(lab.engine.config.instance_id)
     weights.name("2")
     return ask(lab, prompt[: lab.chunk // 2])
 

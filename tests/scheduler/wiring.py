@@ -15,6 +15,9 @@ from lmcache_shm.client.settler import Settler
 from lmcache_shm.transfer.engine import CopyItem, CopyJob
 from lmcache_shm.vllm import connector as connector_module
 from lmcache_shm.vllm import worker as worker_module
+from lmcache_shm.vllm.connector import LMCacheShmConnector
+from lmcache_shm.vllm.metadata import StepMetadata
+from lmcache_shm.vllm.scheduler import SchedulerSide
 from lmcache_shm.vllm.worker import WorkerSide
 from tests.scheduler.engine import Engine
 from tests.scheduler.families import Setup
@@ -34,11 +37,25 @@ class Errors(logging.Handler):
         self.lines.append(record.getMessage() + trace)
 
 
+def ours(connector: Any) -> LMCacheShmConnector:
+    """Our connector: this one, or a child of this one."""
+    family = getattr(connector, "sub_connectors", [connector])
+    return next(c for c in family if isinstance(c, LMCacheShmConnector))
+
+
+def plan_in(metadata: Any) -> StepMetadata:
+    """Our part of a step's metadata."""
+    family = getattr(metadata, "metadata", [metadata])
+    return next(m for m in family if isinstance(m, StepMetadata))
+
+
 class Wiring:
     """Connectors of one engine to `server`."""
 
     engine: Engine
     """From `begin` on."""
+    scheduler_side: Any
+    """Our connector in the scheduler, from `attach` on."""
 
     def __init__(
         self, server: CacheServer, rng: random.Random, pace: Pace | None, *, own_threads: bool
@@ -70,20 +87,34 @@ class Wiring:
         self._patches.enter_context(patch.object(worker_module, "open_engine", self._open_engine))
         if not self.own_threads:
             self._patches.enter_context(patch.object(Settler, "_run", lambda settler: None))
+            self._patches.enter_context(
+                patch.object(SchedulerSide, "wait_settled", self._waiting())
+            )
+
+    def _waiting(self) -> Any:
+        """Where the scheduler side waits for copies, workers go on by themselves: all come to their end."""
+        wait = SchedulerSide.wait_settled
+
+        def waiting(side: SchedulerSide, *given: Any, **more: Any) -> bool:
+            if self.watching and side is self.side:
+                self.catch_up()
+            return wait(side, *given, **more)
+
+        return waiting
 
     def attach(self, engine: Engine, configs: Sequence[KVCacheConfig]) -> None:
         """Build the workers' connectors, hand over their caches, and wait until the cache is in use."""
         self.oracle = engine.oracle
         self.chunk = engine.setup.chunk
-        self.scheduler_side = engine.scheduler.connector
+        self.scheduler_side = ours(engine.scheduler.connector)
         handshake = {}
         for rank, config in enumerate(configs):
             connector = self._worker(rank, config)
             engine.workers.connectors.append(connector)
-            facts = connector.get_handshake_metadata()
-            if facts is not None:
-                handshake[0, rank] = facts
-        self.scheduler_side.set_xfer_handshake_metadata_pp_aware(handshake)
+            told = connector.get_handshake_metadata()
+            if told is not None:
+                handshake[0, rank] = told
+        engine.scheduler.connector.set_xfer_handshake_metadata_pp_aware(handshake)
         assert self.side.start.client.up, self.side.start.client.refusal
         self.attached()
 
@@ -132,7 +163,7 @@ class Wiring:
                     self.engine.scheduler.shutdown()
 
     @property
-    def side(self) -> Any:
+    def side(self) -> SchedulerSide:
         """Our scheduler side behind vLLM's interface."""
         return self.scheduler_side.side
 
@@ -147,7 +178,7 @@ class Wiring:
     def publish(self) -> None:
         """What the workers' reporting threads do (they do not run here)."""
         for connector in self.engine.workers.connectors:
-            connector.worker.publish()
+            ours(connector).worker.publish()
 
     def settle(self) -> None:
         """What the settling thread does while the engine is idle (it does not run here)."""

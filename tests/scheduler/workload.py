@@ -4,6 +4,8 @@ import random
 from dataclasses import dataclass, field
 from typing import Any
 
+from vllm.v1.core.sched.interface import PauseState
+
 from tests.scheduler.cache import Cache
 from tests.scheduler.content import VOCAB
 from tests.scheduler.engine import Engine
@@ -27,6 +29,7 @@ class Chances:
     reset: float
     clear: float
     forget: float = 0.0
+    pause: float = 0.0
 
 
 @dataclass
@@ -45,6 +48,7 @@ class Outcome:
     external_tokens: int = 0
     evictions: int = 0
     resets: int = 0
+    pauses: int = 0
     chunks: int = 0
     """Chunks that had to be stored, and were."""
 
@@ -120,12 +124,14 @@ def make(seed: int, family: str | None = None) -> Workload:
         [rng.randrange(VOCAB) for _ in range(rng.randrange(1, longest))]
         for _ in range(rng.choice([1, 2, 4]))
     ]
-    return Workload(
+    drawn = Workload(
         seed, setup, rng.choice([256 * KIB, 512 * KIB, 2 * MIB, 2 * MIB]), pace, chances,
         requests=rng.choice([3, 6, 12]), lives=rng.choice([1, 1, 2]),
         salts=rng.choice([(None,), (None, "a", "b")]), adapters=rng.choice([(None,), (None, "x")]),
         bases=bases, answers=(40, 120) if crowded else (1, 4, 40),
     )  # fmt: skip
+    chances.pause = 0 if calm else rng.choice([0, 0, 0.02])
+    return drawn
 
 
 def _rooms(kind: Family, *, crowded: bool) -> list[float]:
@@ -207,7 +213,7 @@ class Run:
         w, c = self.workload, self.workload.chances
         counters = self.server.catalog.snapshot()["counters"]
         return not (
-            c.evict or c.steal or c.reset or c.clear or w.pace.fail_stores
+            c.evict or c.steal or c.reset or c.clear or c.pause or w.pace.fail_stores
             or counters["evictions"] or counters["stores_skipped_full"]
             or "lmcache_shm.mamba_steps" in w.setup.family.extra
         )  # fmt: skip
@@ -266,6 +272,8 @@ class Run:
             self._forget()
         if rng.random() < chances.reset:
             self._reset()
+        if chances.pause and rng.random() < chances.pause:
+            self._pause()
         if rng.random() < chances.clear:
             self._clear()
 
@@ -311,17 +319,19 @@ class Run:
 
     def _reset(self) -> None:
         """POST /reset_prefix_cache, sometimes with everything running and the external cache."""
-        rng, scheduler = self.rng, self.engine.scheduler
-        self.cache.catch_up()
-        # vLLM itself gives up when blocks are held by a step under way, or by a request that does not run.
-        waiting = bool(scheduler.kv_holding_waiting)
-        aborted = any(request.is_finished() for request in scheduler.requests.values())
-        holders = waiting or aborted or bool(self.engine.queue)
-        running = rng.random() < 0.4 and not holders
-        external = rng.random() < 0.3
-        self.engine.oracle.note(f"reset_prefix_cache running={running} external={external}")
-        done = scheduler.reset_prefix_cache(running, external)
-        self.outcome.resets += done
+        rng, engine = self.rng, self.engine
+        running = rng.random() < 0.4 and engine.between_steps
+        self.outcome.resets += engine.reset(running=running, external=rng.random() < 0.3)
+
+    def _pause(self) -> None:
+        """POST /pause in any of its ways, and /resume; while it comes to rest the world goes on."""
+        rng, engine = self.rng, self.engine
+        if not engine.between_steps or engine.scheduler.pause_state != PauseState.UNPAUSED:
+            return
+        self.outcome.pauses += 1
+        mode = rng.choice(["keep", "wait", "abort"])
+        engine.pause(mode, self._between, clear=rng.random() < 0.7)
+        engine.resume()
 
     def _forget(self) -> None:
         """The engine loses part of its own prefix cache, as if others had needed the blocks."""

@@ -236,6 +236,29 @@ def test_a_wrong_member_of_the_transfer_config_is_found(changes: dict[str, Any],
     assert remedy in the_problem(options(**changes)).fix
 
 
+@pytest.mark.parametrize(
+    ("top", "child", "told"),
+    [
+        ({}, {}, ""),
+        ({}, {"kv_role": "kv_producer"}, ""),
+        ({"kv_role": "kv_producer"}, {"kv_role": "kv_producer"}, ""),
+        ({"kv_role": "kv_producer"}, {}, "stores only"),
+        ({}, {"kv_conector": "x"}, "kv_conector is no member"),
+        ({}, {"kv_connector_extra_config": {"lmcache_shm.chunk_sise": 1}}, "chunk_sise is unknown"),
+        ({}, {"kv_connector": "NixlConnector", "kv_connector_module_path": None}, "not ours"),
+    ],
+)
+def test_our_connector_is_looked_at_inside_multiconnector(
+    top: dict[str, Any], child: dict[str, Any], told: str
+):
+    ours = {name: value for name, value in {**GOOD, **child}.items() if value is not None}
+    found = options(
+        {"connectors": [{"kv_connector": "NixlConnector", "kv_role": "kv_both"}, ours]},
+        **{"kv_connector": "MultiConnector", "kv_connector_module_path": None, **top},
+    )
+    assert told in the_problem(found).text if told else not problems(found)
+
+
 @pytest.mark.parametrize("text", ["{kv_connector:LMCacheShmConnector}", "", "[]", "'{}'"])
 def test_quoting_that_the_shell_ate_is_found(text: str):
     found = the_problem(engine.transfer_config(text)[0])

@@ -102,7 +102,7 @@ class DirectStart:
         self.weights = Weights("engine", "", lambda: "loaded")
         self.weights.find()
         assert self.weights.wait(5)
-        self.speculative = False
+        self.speculative, self.alone = False, True
         self.reads = self.writes = True
         self.vllm_config = engine(budget=512)
         self.groups = [part.group for group in epoch.plan.groups for part in group.parts]
@@ -161,9 +161,13 @@ class Rig:
         self.manager = SimpleNamespace(
             block_pool=self.pool,
             reset_prefix_cache=lambda: True,
+            coordinator=SimpleNamespace(single_type_managers=[]),
+            free=lambda request: self.freed.append(request.request_id),
             allocate_slots=lambda: self.allocate(),  # noqa: PLW0108 (tests replace it)
         )
         self.allocate: Callable[[], Any] = lambda: None
+        self.freed: list[str] = []
+        """Requests whose blocks were given back."""
         self.side.bind(self.manager)
         self.tables: dict[str, list[list[int]]] = {}
 

@@ -9,12 +9,14 @@ from typing import Any
 import pytest
 import torch
 
+from lmcache_shm.arena.layout import ENGINE_ID_BYTES
 from lmcache_shm.client.fingerprint import Unidentified
 from lmcache_shm.client.plan import make_plan
 from lmcache_shm.protocol.descriptor import describe
 from lmcache_shm.vllm.describe import descriptor, facts, loaded_weights
 from lmcache_shm.vllm.groups import kv_groups
 from lmcache_shm.vllm.layouts import WorkerFacts
+from lmcache_shm.vllm.start import engine_id
 
 from .worlds import config, full, window
 
@@ -202,3 +204,17 @@ def test_the_tree_has_names_that_people_can_compare() -> None:
     assert tree["groups"]["1"]["rule"] == "window"
     assert tree["groups"]["1"]["tokens"] == 64
     assert tree["kv_cache"]["chunk_size"] == 128
+
+
+# ------------------------------------------------------------------------------ an engine's id
+@pytest.mark.parametrize("given", ["short", "x" * 400, "ü" * 200, "\udcff"])
+def test_an_engines_id_is_of_one_run_and_fits(given: str) -> None:
+    """The same in all processes of a run, another in the next run and for another id; never too long."""
+
+    def run(name: str, number: str) -> str:
+        transfer = SimpleNamespace(engine_id=name)
+        return engine_id(SimpleNamespace(kv_transfer_config=transfer, instance_id=number))
+
+    assert run(given, "1") == run(given, "1")
+    assert 3 == len({run(given, "1"), run(given, "2"), run(given + "_dp1", "1")})
+    assert len(run(given, "1").encode()) <= ENGINE_ID_BYTES

@@ -14,8 +14,8 @@ from lmcache_shm.client.weights import PRIVATE, Weights
 from lmcache_shm.vllm import hooks
 
 
-def weights(version: str = "", *, engine_id: str = "engine") -> Weights:
-    made = Weights(engine_id, version, lambda: "loaded")
+def weights(version: str = "", *, engine: str = "engine") -> Weights:
+    made = Weights(engine, version, lambda: "loaded")
     made.find()
     assert made.wait(5)
     return made
@@ -212,10 +212,8 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> Any:
             return "facts"
 
     class EngineCore:
-        def __init__(self, engine_id: str) -> None:
-            self.vllm_config = SimpleNamespace(
-                kv_transfer_config=SimpleNamespace(engine_id=engine_id)
-            )
+        def __init__(self, engine: str) -> None:
+            self.vllm_config = SimpleNamespace(instance_id=engine)
             self.pause: Future[None] | None = None
             self.reset = lambda: None
 
@@ -289,7 +287,7 @@ def test_what_vllm_does_not_have_is_left_out(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_an_engines_sleep_and_version_reach_its_own_weights_only(vllm: Any) -> None:
-    mine, others = weights("run", engine_id="mine"), weights("run", engine_id="others")
+    mine, others = weights("run", engine="mine"), weights("run", engine="others")
     core = vllm.EngineCore("mine")
     others.reset()
     core.reset = mine.reset
@@ -304,7 +302,7 @@ def test_an_engines_sleep_and_version_reach_its_own_weights_only(vllm: Any) -> N
 
 
 def test_a_sleep_that_waits_for_requests_ends_later(vllm: Any) -> None:
-    mine = weights(engine_id="mine")
+    mine = weights(engine="mine")
     core = vllm.EngineCore("mine")
     core.pause = Future()
     future = core.sleep(level=1, mode="wait")
@@ -316,7 +314,7 @@ def test_a_sleep_that_waits_for_requests_ends_later(vllm: Any) -> None:
 
 
 def test_a_sleep_that_failed_is_none(vllm: Any) -> None:
-    mine = weights(engine_id="mine")
+    mine = weights(engine="mine")
     core = vllm.EngineCore("mine")
     core.pause = Future()
     core.sleep(1)
