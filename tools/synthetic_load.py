@@ -106,7 +106,7 @@ def main() -> None:
     config = server_config({"instance": given.instance})
     rng = random.Random(7)
     source, history = Source(config), History()
-    server = PrivateServer(config.instance, str(source.path), 0, 0.0, 0)
+    server = PrivateServer(config.instance, str(source.path))
     engines = [PretendedEngine(server, model, rng) for model in MODELS]
     start = time.monotonic()
     look_at = start

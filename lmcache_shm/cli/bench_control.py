@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -43,7 +42,6 @@ from lmcache_shm.protocol.messages import (
 
 Rows = npt.NDArray[np.int32]
 CALL_S = 30.0
-RUN = "from lmcache_shm.cli.app import main; main()"
 CHUNK, TOKENS, STEP_TOKENS = 256, 128 << 10, 2048
 CHUNKS = TOKENS // CHUNK
 PROMPTS = 5
@@ -73,65 +71,37 @@ while data := peer.recv(65536):
 # ------------------------------------------------------------------------------ server, engine, echo
 @dataclass(frozen=True)
 class PrivateServer:
-    """A running server; ``ready_s`` from its start until it served."""
+    """A running server; `ready_s` from its start until it served."""
 
     instance: str
     socket: str
-    pid: int
-    ready_s: float
-    arena_bytes: int
+    ready_s: float = 0.0
 
 
 @contextmanager
-def private_server(
-    gib: float, chunk_size: int, *, prefault_threads: int = 2
-) -> Iterator[PrivateServer]:
-    """Start a server with ``gib`` GiB, and end it."""
+def private_server(gib: float, chunk_size: int) -> Iterator[PrivateServer]:
+    """Start a server with `gib` GiB, and end it. Raises RuntimeError with its last line when it does not start."""
     instance = f"bench-{os.getpid()}"
-    with tempfile.TemporaryDirectory(prefix="lmcache-shm-bench-") as folder:
-        Path(folder).chmod(0o700)
-        options = {
-            "instance": instance,
-            "runtime-dir": folder,
-            "l1-size-gb": gib,
-            "chunk-size": chunk_size,
-            "log-format": "json",
-            "prefault-threads": prefault_threads,
-        }
-        words = [f"--{name}={value}" for name, value in options.items()]
+    with tempfile.TemporaryDirectory(prefix="lmcache-shm-bench-") as folder:  # mode 0700
+        command = [
+            *(sys.executable, "-m", "lmcache_shm", "server", "--fresh", "--log-format", "json"),
+            *("--instance", instance, "--runtime-dir", folder),
+            *("--l1-size-gb", str(gib), "--chunk-size", str(chunk_size)),
+        ]
         began = time.perf_counter()
         with subprocess.Popen(
-            [sys.executable, "-c", RUN, "server", *words, "--fresh"],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         ) as process:
             try:
-                ready = _await_ready(process)
-                yield PrivateServer(
-                    instance,
-                    ready["socket"],
-                    process.pid,
-                    time.perf_counter() - began,
-                    ready["arena_bytes"],
-                )
+                ready = process.stdout.readline() if process.stdout else ""
+                ready_s = time.perf_counter() - began
+                if not ready:
+                    errors = process.communicate()[1].strip().splitlines()
+                    raise RuntimeError(f"the server did not start: {''.join(errors[-1:])}")
+                yield PrivateServer(instance, json.loads(ready)["socket"], ready_s)
             finally:
                 process.terminate()
                 process.communicate()
-
-
-def _await_ready(process: subprocess.Popen[str]) -> dict[str, Any]:
-    if process.stdout is None:
-        raise RuntimeError("the server has no output")
-    for line in process.stdout:
-        try:
-            record = json.loads(line)
-        except ValueError:
-            continue
-        if record.get("message") == "ready":
-            return dict(record)
-    errors = process.stderr.read() if process.stderr else ""
-    raise RuntimeError(f"the server did not start: {errors.strip().splitlines()[-1:]}")
 
 
 class BenchEngine:

@@ -69,11 +69,6 @@ class History:
     def __len__(self) -> int:
         return len(self._samples)
 
-    @property
-    def span_s(self) -> float:
-        """Seconds between the first and the last sample."""
-        return self._samples[-1].at - self._samples[0].at if self._samples else 0.0
-
     def gained(self, name: str, over_s: float) -> tuple[float, float]:
         """(what counter `name` gained, seconds it took) in the last `over_s`, at least one interval."""
         samples = list(self._samples)
