@@ -22,13 +22,17 @@ RELEASE_S = 0.05
 
 @dataclass(eq=False, slots=True)
 class StoreJob:
-    """One request's stores of one step. `keys`: (object group, key) of each row."""
+    """One request's stores of one step. `keys`: (object group, key) of each row.
+
+    `everybody`: ranks that write nothing have to agree, too.
+    """
 
     id: int
     epoch: Epoch
     rows: list[int]
     keys: list[tuple[int, bytes]]
     blocks: list[Any]
+    everybody: bool = False
     refused: set[int] = field(default_factory=set)
     """Ranks that could not begin."""
 
@@ -107,11 +111,17 @@ class StoreBook:
             del self._loads[number]
 
     def open(
-        self, epoch: Epoch, rows: list[int], keys: list[tuple[int, bytes]], blocks: list[Any]
+        self,
+        epoch: Epoch,
+        rows: list[int],
+        keys: list[tuple[int, bytes]],
+        blocks: list[Any],
+        *,
+        everybody: bool = False,
     ) -> StoreJob:
         """Enter a job; its blocks must be held already."""
         with self._lock:
-            job = StoreJob(self._next_id, epoch, rows, keys, blocks)
+            job = StoreJob(self._next_id, epoch, rows, keys, blocks, everybody)
             self._next_id += 1
             self._jobs[job.id] = job
         return job
@@ -169,23 +179,24 @@ class StoreBook:
             return any(block.ref_cnt == 1 for job in self._jobs.values() for block in job.blocks)
 
     def _reported(self) -> Iterable[tuple[StoreJob, bool]]:
-        """Jobs that every writer has reported, and whether all of them succeeded."""
+        """Jobs that every rank that has to has reported, and whether all of them succeeded."""
         if not self._jobs:
             return []
-        by_epoch: dict[Epoch, list[StoreJob]] = {}
+        alike: dict[tuple[Epoch, bool], list[StoreJob]] = {}
         for job in self._jobs.values():
-            by_epoch.setdefault(job.epoch, []).append(job)
+            alike.setdefault((job.epoch, job.everybody), []).append(job)
         found: list[tuple[StoreJob, bool]] = []
-        for epoch, jobs in by_epoch.items():
+        for (epoch, everybody), jobs in alike.items():
+            reporting = np.arange(epoch.place.world) if everybody else epoch.writers
             ids = np.array([job.id for job in jobs], np.uint64)
             board = epoch.arena.boards[epoch.place.client]
-            cells = board[np.ix_(epoch.writers, (ids % np.uint64(RING)).astype(np.intp))]
+            cells = board[np.ix_(reporting, (ids % np.uint64(RING)).astype(np.intp))]
             told = cells >> np.uint64(1) == ids
             good = told & (cells & np.uint64(1) == 1)
             for i, job in enumerate(jobs):
                 ranks = told[:, i]
                 if job.refused:
-                    ranks = ranks | np.isin(epoch.writers, list(job.refused))
+                    ranks = ranks | np.isin(reporting, list(job.refused))
                 if ranks.all():
                     found.append((job, bool(good[:, i].all())))
         return found

@@ -12,6 +12,21 @@ Run = tuple[int, int, BlockIds]
 """KV cache group, index of the first page among the part's stored pages, blocks."""
 
 
+@dataclass(slots=True, frozen=True)
+class Adapter:
+    """A LoRA adapter as the workers have loaded it."""
+
+    id: int
+    """The engine's."""
+    digest: bytes
+    """Of its content on all ranks: the same in every engine that has loaded the same."""
+    contents: tuple[int, ...]
+    """By rank: which of the contents that were loaded under this id one after the other."""
+    path: str
+    reloads: bool = False
+    """Whether the engine reads it anew for each step of the request."""
+
+
 @dataclass(slots=True)
 class SlotCopy:
     """Pages of one slot and the blocks they belong to."""
@@ -34,6 +49,8 @@ class Job:
     slots: list[SlotCopy]
     req_id: str = ""
     """Of a load: the request that waits for it."""
+    adapter: Adapter | None = None
+    """What the bytes were computed with. A worker that has loaded another content refuses the job."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -69,3 +86,5 @@ class StepCopies:
     """Rank → changes of its weights that the scheduler knows of; a rank without an entry has none."""
     waiting: bool = False
     """Nothing is computed in this step, and nothing can be before a load has ended."""
+    question: int = 0
+    """Not 0: every worker is to answer which adapters it has loaded."""

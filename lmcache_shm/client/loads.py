@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from lmcache_shm.client.counts import Counts
 from lmcache_shm.client.in_flight import StoreBook
-from lmcache_shm.client.jobs import Job, SlotCopy, StepCopies
+from lmcache_shm.client.jobs import Adapter, Job, SlotCopy, StepCopies
 from lmcache_shm.client.load_plan import SlotRuns
 from lmcache_shm.client.lookup import Hit
 
@@ -29,7 +29,9 @@ class Loading:
     def __len__(self) -> int:
         return len(self._underway)
 
-    def begin(self, req_id: str, hit: Hit, slots: Sequence[SlotRuns]) -> None:
+    def begin(
+        self, req_id: str, hit: Hit, slots: Sequence[SlotRuns], adapter: Adapter | None = None
+    ) -> None:
         """Let the next step's metadata tell the workers to read these slots of `hit`."""
         offsets = hit.epoch.arena.cold["offset"]
         copies = []
@@ -37,7 +39,8 @@ class Loading:
             i = chunk - hit.first[group]
             row, generation = int(hit.rows[group][i]), int(hit.generations[group][i])
             copies.append(SlotCopy(row, int(offsets[row]), generation, group, runs))
-        job = Job(self._book.open_load(hit.epoch), hit.epoch.arena_id, copies, req_id)
+        number = self._book.open_load(hit.epoch)
+        job = Job(number, hit.epoch.arena_id, copies, req_id, adapter)
         self._underway[req_id] = job.id, hit
         self._planned.append((job, hit))
 

@@ -19,7 +19,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from lmcache_shm.config import ConfigError, connector_config
 from lmcache_shm.log import NAME
-from lmcache_shm.vllm.layouts import layer_backends
+from lmcache_shm.vllm.layouts import layer_facts
 from lmcache_shm.vllm.metadata import StepMetadata
 from lmcache_shm.vllm.parent import obeyed_config
 from lmcache_shm.vllm.scheduler import SchedulerSide
@@ -138,7 +138,7 @@ class LMCacheShmConnector(KVConnectorBase_V1, SupportsHMA):
 
     # ------------------------------------------------------------------------------ worker side
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
-        self.worker.register(kv_caches, layer_backends(self._vllm_config, kv_caches))
+        self.worker.register(kv_caches, layer_facts(self._vllm_config, kv_caches))
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         meta = self._connector_metadata
@@ -166,7 +166,8 @@ class LMCacheShmConnector(KVConnectorBase_V1, SupportsHMA):
         return KVConnectorTransferResults(finished_recving=received, failed_recving=failed)
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        return self.worker.refused()
+        meta = self._connector_metadata
+        return self.worker.report(meta.question if isinstance(meta, StepMetadata) else 0)
 
     # ------------------------------------------------------------------------------------- both
     def shutdown(self) -> None:

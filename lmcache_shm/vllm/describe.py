@@ -63,7 +63,7 @@ def facts(
         "vllm": vllm.__version__,
         "model": model_facts(vllm_config, weights),
         "kv_cache": {
-            "dtype": str(cache.cache_dtype),
+            "dtype": _cache_dtype(cache, workers),
             "layout": str(kv_cache_config.kv_cache_layout or cache.kv_cache_layout),
             "mamba_mode": str(cache.mamba_cache_mode),
             "chunk_size": plan.chunk_size,
@@ -96,16 +96,28 @@ def _group_facts(kv_cache_config: Any, part: Any) -> dict[str, Any]:
         "tokens": tokens,
         "kind": group.kind,
         "block_size": group.block_size,
+        "layers": _digest("\n".join(kv_cache_config.kv_cache_groups[group.index].layer_names)),
         "pages": f"{part.first_page}-{part.pages_per_chunk}",
         "spec": _digest(repr(spec)),
     }
+
+
+def _cache_dtype(cache: Any, workers: Sequence[WorkerFacts]) -> str:
+    """As the workers' layers have it: a checkpoint, or the attention backend, may have had it changed there,
+    and the scheduler's copy of the configuration does not know."""
+    told = {t for worker in workers for group in worker.groups.values() for t in group["dtypes"]}
+    return ",".join(sorted(told)) or str(cache.cache_dtype)
 
 
 def _worker_facts(workers: Sequence[WorkerFacts]) -> dict[str, Any]:
     """Ranks that are alike are told once: their number is a fact of the parallel layout."""
     told: dict[str, Any] = {}
     for worker in workers:
-        entry = {"device": worker.device, "groups": worker.groups}
+        entry = {
+            "device": worker.device,
+            "groups": worker.groups,
+            "environment": worker.environment,
+        }
         if entry not in told.values():
             told[str(worker.rank)] = entry
     return told
@@ -117,24 +129,62 @@ def _speculative_facts(vllm_config: Any) -> dict[str, Any] | None:
     if spec is None or str(spec.method) in _DRAFTS_WITHOUT_A_MODEL:
         return None
     told: dict[str, Any] = {"method": str(spec.method), "tokens": spec.num_speculative_tokens}
-    return told | ({"config": _config_digest(draft)} if draft is not None else {})
+    if draft is None:
+        return told
+    load = _draft_load_config(vllm_config)
+    return (
+        told | {"config": _config_digest(draft)} | _computation_facts(draft) | _loader_facts(load)
+    )
 
 
 # ------------------------------------------------------------------------------------- the model
 def model_facts(vllm_config: Any, weights: str) -> dict[str, Any]:
     """Which weights, in which types, computing with which configuration."""
     model = vllm_config.model_config
-    config = model.hf_config.to_dict()
     told = {
-        "dtype": str(model.dtype),
-        "quantization": str(model.quantization),
+        **_computation_facts(model),
+        **_loader_facts(vllm_config.load_config),
         "config": _config_digest(model),
-        "load_format": _load_format(vllm_config),
         "weights": weights,
     }
-    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
-    if _LENGTH_DEPENDENT & {str(value) for value in rope.values() if isinstance(value, str)}:
+    media = getattr(model, "multimodal_config", None)
+    if media is not None:
+        # An item's hash does not know them all, and a given uuid none of them.
+        names = (
+            "mm_processor_kwargs",
+            "media_io_kwargs",
+            "video_pruning_rate",
+            "video_pruning_method",
+        )
+        told["media"] = _digest(repr([getattr(media, name, None) for name in names]))
+    return told
+
+
+def _computation_facts(model: Any) -> dict[str, Any]:
+    """How a ModelConfig's weights are computed with, beside the model's own configuration."""
+    told = {"dtype": str(model.dtype), "quantization": str(model.quantization)}
+    for name in ("quantization_config", "model_impl", "code_revision"):
+        value = getattr(model, name, None)
+        if value and str(value) not in ("auto", "ModelImpl.AUTO"):
+            told[name] = _digest(repr(value))
+    if _depends_on_length(model.hf_config.to_dict()):
         told["max_model_len"] = model.max_model_len
+    return told
+
+
+def _depends_on_length(config: Any) -> bool:
+    """Whether there is such a rotary embedding anywhere in it: of a text model inside, of one kind of layers."""
+    if not isinstance(config, dict):
+        return False
+    types = {str(config.get(name)) for name in ("rope_type", "type")}
+    return bool(types & _LENGTH_DEPENDENT) or any(map(_depends_on_length, config.values()))
+
+
+def _loader_facts(load_config: Any) -> dict[str, Any]:
+    told = {"load_format": _load_format(load_config)}
+    extra = getattr(load_config, "model_loader_extra_config", None)
+    if extra:  # it may say where the weights really are
+        told["loader"] = _digest(repr(extra))
     return told
 
 
@@ -144,8 +194,14 @@ def _config_digest(model: Any) -> str:
     return _digest(json.dumps(known, sort_keys=True, default=str))
 
 
-def _load_format(vllm_config: Any) -> str:
-    return str(getattr(vllm_config.load_config, "load_format", "auto")).rpartition(".")[2].lower()
+def _load_format(load_config: Any) -> str:
+    return str(getattr(load_config, "load_format", "auto")).rpartition(".")[2].lower()
+
+
+def _draft_load_config(vllm_config: Any) -> Any:
+    """How the draft model is loaded; as the model, unless it says otherwise."""
+    own = getattr(vllm_config.speculative_config, "draft_load_config", None)
+    return own or vllm_config.load_config
 
 
 def _draft(vllm_config: Any) -> Any:
@@ -161,12 +217,16 @@ def loaded_weights(vllm_config: Any) -> str:
 
     Takes as long as reading the files, unless they were read before. Raises Unidentified and OSError.
     """
-    load_format, memory = _load_format(vllm_config), default_memory()
-    models = [vllm_config.model_config, _draft(vllm_config)]
-    return " + ".join(_loaded(model, load_format, memory) for model in models if model is not None)
+    memory = default_memory()
+    found = [_loaded(vllm_config.model_config, vllm_config.load_config, memory)]
+    draft = _draft(vllm_config)
+    if draft is not None:
+        found.append(_loaded(draft, _draft_load_config(vllm_config), memory))
+    return " + ".join(found)
 
 
-def _loaded(model: Any, load_format: str, memory: Memory) -> str:
+def _loaded(model: Any, load_config: Any, memory: Memory) -> str:
+    load_format = _load_format(load_config)
     if load_format == "dummy":
         # Made up from the configuration and the seed; where the configuration lies does not matter.
         return f"dummy, seed {model.seed}"

@@ -3,15 +3,29 @@
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
+from vllm import envs
 
 from lmcache_shm.client.groups import KVGroup, ModelError
 from lmcache_shm.client.plan import CachePlan
 from lmcache_shm.transfer.pages import GroupPages, PlacementError, SlotLayout, group_pages
 from lmcache_shm.transfer.pages import Part as PagePart
 from lmcache_shm.vllm.groups import content_bytes
+
+_VARIABLES = (
+    "VLLM_B12X_MOE_FP4_FORCE_A16",
+    "VLLM_CPU_INT4_W4A8",
+    "VLLM_HUMMING_INPUT_QUANT_CONFIG",
+    "VLLM_HUMMING_ONLINE_QUANT_CONFIG",
+    "VLLM_MARLIN_INPUT_DTYPE",
+    "VLLM_ROCM_QUICK_REDUCE_QUANTIZATION",
+    "VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT",
+    "VLLM_SSM_CONV_STATE_LAYOUT",
+)
+"""Of the environment what changes values beyond the last bits, or the order of the bytes in a block behind
+the tensors' back. Other variables choose between kernels for the same computation, or show elsewhere."""
 
 
 @dataclass
@@ -20,13 +34,15 @@ class WorkerFacts:
 
     (vLLM's handshake carries one connector's metadata: under MultiConnector that may be another's.)
 
-    `groups[i]`: of KV cache group i: digest of the page layout, attention backends, kernel block sizes.
+    `groups[i]`: of KV cache group i: digest of the page layout and the layers in it, attention backends,
+    types and scales of the cache, kernel block sizes. `environment`: variables that are set.
     """
 
     rank: int
     world: int
     device: str
     groups: dict[str, dict[str, Any]] = field(default_factory=dict)
+    environment: dict[str, str] = field(default_factory=dict)
 
     def encode(self) -> bytes:
         return msgspec.json.encode(self)
@@ -35,6 +51,16 @@ class WorkerFacts:
     def decode(cls, told: bytes) -> "WorkerFacts":
         """Raises msgspec.MsgspecError."""
         return msgspec.json.decode(told, type=cls)
+
+
+class LayerFacts(NamedTuple):
+    """What a layer itself says once the model is loaded; "" where it says nothing."""
+
+    backend: str = ""
+    dtype: str = ""
+    """Of its KV cache, in vLLM's words: a worker may store another one than the engine was started with."""
+    scales: str = ""
+    """By which a quantized cache is scaled."""
 
 
 @dataclass(frozen=True)
@@ -134,36 +160,56 @@ def worker_facts(
     kv_caches: Mapping[str, Any],
     groups: Sequence[KVGroup],
     pages: Mapping[int, GroupPages],
-    backends: Mapping[str, str],
+    layers: Mapping[str, LayerFacts],
     rank: int,
     world: int,
 ) -> WorkerFacts:
-    """Gather this rank's facts; `backends` maps layers to the name of their attention backend."""
-    facts = WorkerFacts(rank, world, "")
+    """Gather this rank's facts; `layers`: what layers say of themselves, as far as they do."""
+    facts = WorkerFacts(rank, world, "", environment=environment())
     for group in groups:
         tensors = tensors_of(kv_caches, group.layers)
         if tensors:
             facts.device = str(tensors[0].device.type)
         signature = pages[group.index].signature if group.index in pages else ""
+        told = [layers.get(name, LayerFacts()) for name in group.layers]
         splits = sorted({t.shape[0] // kv_cache_config.num_blocks for t in tensors})
         facts.groups[str(group.index)] = {
             "layers": len(group.layers),
-            "pages": _digest([signature, *map(_form, tensors)]),
-            "backends": sorted({backends[name] for name in group.layers if name in backends}),
+            "pages": _digest([signature, *group.layers, *map(_form, tensors)]),
+            "backends": sorted({layer.backend for layer in told if layer.backend}),
+            "dtypes": sorted({layer.dtype for layer in told if layer.dtype}),
+            "scales": _digest(layer.scales for layer in told),
             "kernel_blocks": [group.block_size // split for split in splits],
         }
     return facts
 
 
-def layer_backends(vllm_config: Any, layers: Iterable[str]) -> dict[str, str]:
-    """Layer → name of its attention backend, for layers that say so."""
+def layer_facts(vllm_config: Any, layers: Iterable[str]) -> dict[str, LayerFacts]:
+    """By layer: its attention backend, and the type and scales of its cache. In a worker, of a loaded model."""
     context = vllm_config.compilation_config.static_forward_context
     found = {}
     for name in layers:
-        backend = getattr(context.get(name), "get_attn_backend", None)
-        if backend is not None:
-            found[name] = str(backend().get_name())
+        layer = context.get(name)
+        backend = getattr(layer, "get_attn_backend", None)
+        dtype = str(getattr(layer, "kv_cache_dtype", ""))
+        found[name] = LayerFacts(
+            str(backend().get_name()) if backend is not None else "",
+            dtype,
+            _scales(layer) if dtype not in ("", "auto") else "",
+        )
     return found
+
+
+def environment() -> dict[str, str]:
+    """This process's vLLM variables that are part of what its bytes are, as far as they are set."""
+    values = {name: getattr(envs, name) for name in _VARIABLES if envs.is_set(name)}
+    return {name: repr(value) for name, value in values.items() if value}
+
+
+def _scales(layer: Any) -> str:
+    """Per tensor or per head."""
+    scales = [getattr(layer, name, None) for name in ("_k_scale", "_v_scale")]
+    return repr([s.tolist() if s is not None else None for s in scales])
 
 
 def _form(tensor: Any) -> str:

@@ -18,18 +18,25 @@ class StepMetadata(StepCopies, KVConnectorMetadata):
 
 
 @dataclass
-class RefusedStores(KVConnectorWorkerMetadata):
-    """Store jobs that ranks did not even begin, mostly because the arena is not the one they have mapped.
+class WorkerReport(KVConnectorWorkerMetadata):
+    """What workers have to say with a step, beside ended loads."""
 
-    Such a job may have no board to be reported on. `ranks`: job → ranks that refused it. `weights`: rank → the
-    number of changes of its weights and the time.monotonic() of the last one, if the scheduler knew of fewer.
-    """
-
-    ranks: dict[int, set[int]] = field(default_factory=dict)
+    refused: dict[int, set[int]] = field(default_factory=dict)
+    """Store job → ranks that did not even begin it, mostly because the arena is not the one they have
+    mapped. Such a job may have no board to be reported on."""
+    adapters: dict[int, dict[int, tuple[int, bytes]]] = field(default_factory=dict)
+    """Rank → LoRA adapters by vLLM's id, as far as it was not said before: number and digest of the content
+    that is loaded (see `adapters`)."""
+    answer: int = 0
+    """The last question that this answers."""
     weights: dict[int, tuple[int, float]] = field(default_factory=dict)
+    """Rank → the number of changes of its weights and the time.monotonic() of the last one, if the scheduler
+    knew of fewer."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
-        for job, ranks in other.ranks.items():
-            self.ranks.setdefault(job, set()).update(ranks)
-        self.weights.update(other.weights)
+        for job, ranks in other.refused.items():
+            self.refused.setdefault(job, set()).update(ranks)
+        self.weights |= other.weights
+        self.adapters |= other.adapters
+        self.answer = max(self.answer, other.answer)
         return self

@@ -238,6 +238,8 @@ class Batch:
             marks.append((c.group, keys.key(c.chunk)))
         blocks = [self._pool.blocks[i] for i in dict.fromkeys(held)]
         self._pool.touch(blocks)
-        job = self._book.open(epoch, rows, marks, blocks)
+        # A replica that writes nothing has taken part in the computation, with its own copy of the adapter.
+        everybody = state.adapter is not None
+        job = self._book.open(epoch, rows, marks, blocks, everybody=everybody)
         self._counts.add("stored_chunks", len(granted))
-        return Job(job.id, epoch.arena_id, copies)
+        return Job(job.id, epoch.arena_id, copies, adapter=state.adapter)

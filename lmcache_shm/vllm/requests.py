@@ -5,9 +5,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from lmcache_shm.client.jobs import Adapter
 from lmcache_shm.client.lookup import Hit
 from lmcache_shm.client.registration import Epoch
 from lmcache_shm.protocol.keys import ChunkKeys, salt_word
+from lmcache_shm.vllm.adapters import KnownAdapters
 from lmcache_shm.vllm.identity import Unidentified, extra_of, salt_bytes
 
 NEVER = 1 << 62
@@ -21,6 +23,7 @@ class RequestState:
     """
 
     request: Any
+    adapters: KnownAdapters
     next_end: int = 0
     next_chunk: int = 0
     """First chunk that no step has been through yet."""
@@ -28,6 +31,8 @@ class RequestState:
     """That `keys` and the cursors belong to."""
     keys: ChunkKeys | None = None
     extra: Callable[[int], bytes] | None = None
+    adapter: Adapter | None = None
+    """What is loaded of the LoRA adapter that it names; part of `keys`."""
     salt: int = 0
     hit: Hit | None = None
     """Looked up and pinned, not loaded yet."""
@@ -38,7 +43,8 @@ class RequestState:
     passed_over: bool = False
     """A load failed just now: the next time it is asked about, vLLM shall skip it once."""
     outdated: bool = False
-    """Holds KV from before the cache was reset, so nothing of it may be stored until it is recomputed."""
+    """Holds KV from before the cache was reset or its adapter replaced, so nothing of it may be stored until it
+    is recomputed."""
     since: float = field(default_factory=time.monotonic)
     """When it was admitted last, in time.monotonic(): everything it holds was computed or loaded later."""
     prefix_tokens: int = 0
@@ -54,17 +60,25 @@ class RequestState:
         """Make `keys` and cursors belong to `epoch`; False if this request cannot be cached."""
         if self.epoch is epoch:
             return self.keys is not None
+        lora = self.request.lora_request
+        self.adapter = self.adapters.of(lora) if lora is not None else None
+        if lora is not None and self.adapter is None:
+            return False  # for the time being: it is loaded with the first step that needs it
         self.epoch, self.keys = epoch, None
         self.rewind()
         size = epoch.plan.chunk_size
         try:
-            self.extra = extra_of(self.request, size)
+            self.extra = extra_of(self.request, size, self.adapter)
         except Unidentified:
             self.next_end = NEVER
             return False
         self.salt = salt_word(salt_bytes(self.request))
         self.keys = ChunkKeys(epoch.seed, size)
         return True
+
+    def void(self) -> None:
+        """Its adapter is another one now: what it holds has no identity, and it has to get a new one."""
+        self.outdated, self.epoch = True, None
 
     def start_anew(self) -> None:
         """Its load was of no use: it is computed from its beginning."""

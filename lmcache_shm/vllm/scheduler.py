@@ -22,7 +22,8 @@ from lmcache_shm.client.registration import Epoch
 from lmcache_shm.client.settler import Settler
 from lmcache_shm.protocol.keys import KEY
 from lmcache_shm.server.catalog.index import split
-from lmcache_shm.vllm.metadata import RefusedStores, StepMetadata
+from lmcache_shm.vllm.adapters import KnownAdapters
+from lmcache_shm.vllm.metadata import StepMetadata, WorkerReport
 from lmcache_shm.vllm.planner import StorePlanner
 from lmcache_shm.vllm.requests import RequestState
 from lmcache_shm.vllm.start import Start
@@ -51,6 +52,7 @@ class SchedulerSide:
         self.parking = Parking(start.vllm_config, start.groups, len(start.ignored))
         self._manager: Any = None
         self.pool: Any = None
+        self.adapters = KnownAdapters(start.world)
         self._requests: dict[str, RequestState] = {}
         self._loading = Loading(self.book, self.counts)
         self._recomputing: set[str] = set()
@@ -66,8 +68,10 @@ class SchedulerSide:
     def on_new_request(self, request: Any) -> RequestState:
         state = self._requests.get(request.request_id)
         if state is None or state.request is not request:
-            state = RequestState(request, speculative=self.start.speculative)
+            state = RequestState(request, self.adapters, speculative=self.start.speculative)
             self._requests[request.request_id] = state
+            if request.lora_request is not None:
+                self.adapters.seen(request.lora_request)
         return state
 
     def matched_tokens(self, request: Any, local_tokens: int) -> tuple[int | None, bool]:
@@ -83,11 +87,14 @@ class SchedulerSide:
             # where it belongs.
             state.passed_over = False
             return LATER
-        epoch = self._current()
+        epoch, lora = self._current(), request.lora_request
         state.loading = False
         self._drop_states(state)
         state.since = time.monotonic()
-        state.outdated = self._local_outdated and local_tokens > 0
+        foreign = lora is not None and self.adapters.foreign_blocks(lora)
+        state.outdated = local_tokens > 0 and (self._local_outdated or foreign)
+        if epoch is not None and lora is not None and self.adapters.awaited(lora):
+            return LATER
         if epoch is None or not state.enter(epoch):
             self._drop_hit(state)
             return NOTHING
@@ -169,7 +176,7 @@ class SchedulerSide:
             self.book.give_back(hit.lease)
             self.doom(request, str(error))
             return
-        self._loading.begin(req_id, hit, slots)
+        self._loading.begin(req_id, hit, slots, state.adapter)
 
     def doom(self, request: Any, why: str) -> None:
         """This load cannot be done; vLLM waits for it."""
@@ -189,7 +196,7 @@ class SchedulerSide:
     def build_metadata(self, output: Any) -> StepMetadata:
         """Plan this step's stores, settle what has ended, one round trip if anything is to be said."""
         self._notice()
-        meta = StepMetadata(weights=self._counted)
+        meta = StepMetadata(weights=self._counted, question=self.adapters.question)
         self._loading.tell(meta)
         if output.num_scheduled_tokens or len(self._loading):
             self._dirty_since = min(self._dirty_since, time.monotonic())
@@ -269,11 +276,20 @@ class SchedulerSide:
             elif req_id in failed:
                 state.start_anew()
                 self._recomputing.add(req_id)
-        refused = connector_output.kv_connector_worker_meta
-        if isinstance(refused, RefusedStores):
-            self.book.refuse(refused.ranks)
-            self._weights_changed(refused.weights)
+        report = connector_output.kv_connector_worker_meta
+        if isinstance(report, WorkerReport):
+            self.book.refuse(report.refused)
+            self._weights_changed(report.weights)
+            self._follow_adapters(self.adapters.take(report.adapters, report.answer))
         self.settler.wake()
+
+    def _follow_adapters(self, changed: set[int]) -> None:
+        """Another content is loaded under these ids: what was computed or looked up before is void."""
+        for state in self._requests.values() if changed else ():
+            lora = state.request.lora_request
+            if lora is not None and lora.lora_int_id in changed:
+                self._drop_hit(state)
+                state.void()
 
     def has_pending_block_frees(self) -> bool:
         """Whether waiting for copies helps more than preempting somebody. Releases what can be released."""
@@ -312,6 +328,7 @@ class SchedulerSide:
                 resetting = False
             if emptied:
                 self._dirty_since, self._local_outdated = NEVER, False
+                self.adapters.local_cache_is_empty()
             return emptied
 
         def count_when_released() -> int:

@@ -13,7 +13,7 @@ from typing import Any, cast
 from lmcache_shm.arena.layout import RING
 from lmcache_shm.arena.segment import Arena
 from lmcache_shm.client.counts import Counts
-from lmcache_shm.client.jobs import Job, Place, SlotCopy
+from lmcache_shm.client.jobs import Adapter, Job, Place, SlotCopy
 from lmcache_shm.client.plan import chosen_chunk_size, make_plan
 from lmcache_shm.config import Config
 from lmcache_shm.protocol.messages import HelloReply
@@ -21,16 +21,18 @@ from lmcache_shm.transfer.engine import CopyItem, CopyJob, JobResult, PageRun
 from lmcache_shm.transfer.pages import GroupPages
 from lmcache_shm.transfer.plan import Wish
 from lmcache_shm.transfer.select import open_engine
+from lmcache_shm.vllm.adapters import LoadedAdapters
 from lmcache_shm.vllm.groups import kv_groups
 from lmcache_shm.vllm.hooks import CHANGES, watch_worker
 from lmcache_shm.vllm.layouts import (
+    LayerFacts,
     WorkerFacts,
     pages_by_group,
     rank_layout,
     tensors_of,
     worker_facts,
 )
-from lmcache_shm.vllm.metadata import RefusedStores, StepMetadata
+from lmcache_shm.vllm.metadata import StepMetadata, WorkerReport
 from lmcache_shm.vllm.mount import Attachment, Mount
 from lmcache_shm.vllm.start import engine_id
 
@@ -59,6 +61,8 @@ class WorkerSide:
         dcp = vllm_config.parallel_config.decode_context_parallel_size
         self.groups, self.ignored = kv_groups(kv_cache_config, dcp)
         self.counts = Counts()
+        self.adapters = LoadedAdapters(rank, vllm_config.lora_config)
+        self.adapters.watch()
         self.facts: WorkerFacts | None = None
         self.attachment = Attachment(
             config, engine_id(vllm_config), rank, world, self.replicas, self._prepare
@@ -86,19 +90,13 @@ class WorkerSide:
         )
 
     # ------------------------------------------------------------------------------------- start
-    def register(self, kv_caches: dict[str, Any], backends: dict[str, str]) -> None:
+    def register(self, kv_caches: dict[str, Any], layers: dict[str, LayerFacts]) -> None:
         """Learn where the pages are and begin to look for a server. Raises ModelError when the bytes of
         the tensors are not those that the specs promise."""
         self._pages = pages_by_group(self.kv_cache_config, kv_caches, self.groups)
         self._tensors = [t for g in self.groups for t in tensors_of(kv_caches, g.layers)]
         self.facts = worker_facts(
-            self.kv_cache_config,
-            kv_caches,
-            self.groups,
-            self._pages,
-            backends,
-            self.rank,
-            self.world,
+            self.kv_cache_config, kv_caches, self.groups, self._pages, layers, self.rank, self.world
         )
         self.attachment.say(self.facts.encode())
         self._publisher.start()
@@ -150,10 +148,10 @@ class WorkerSide:
 
     def start_stores(self, meta: StepMetadata) -> None:
         """Submit this step's stores; they read what this step has written."""
-        if not self.writer:
-            return  # another rank holds the same bytes, and stores them
         for job in meta.stores:
-            self._try(job, "store", meta.places[job.arena_id], self.config.store_deadline_s)
+            # Where another rank holds the same bytes, and stores them, this one has only to agree.
+            if self.writer or job.adapter is not None:
+                self._try(job, "store", meta.places[job.arena_id], self.config.store_deadline_s)
 
     def _try(self, job: Job, kind: Any, place: Place, deadline_s: float) -> None:
         """Submit; whatever goes wrong, the job gets an answer, and the engine lives."""
@@ -175,6 +173,11 @@ class WorkerSide:
             )
             self._refuse(job, kind)
             return
+        if job.adapter is not None and not self._fits_adapter(job.adapter, kind):
+            self._report(
+                mount, JobResult(job.id, kind, ok=False, reason="adapter: it was replaced")
+            )
+            return
         try:
             self._submit(mount, job, kind, place, deadline_s)
         except Exception:
@@ -182,6 +185,11 @@ class WorkerSide:
             self.counts.add("errors")
             if mount.jobs.pop(job.id, None) is not None:
                 self._refuse(job, kind)
+
+    def _fits_adapter(self, adapter: Adapter, kind: str) -> bool:
+        """A store's bytes were computed with it; a load's are those that would be computed now."""
+        loaded = self.adapters
+        return loaded.same(adapter) if kind == "store" else loaded.would_compute(adapter)
 
     def _refuse(self, job: Job, kind: str) -> None:
         """It was not even begun."""
@@ -193,14 +201,16 @@ class WorkerSide:
                 self._refused.setdefault(job.id, set()).add(self.rank)
 
     def _submit(self, mount: Mount, job: Job, kind: Any, place: Place, deadline_s: float) -> None:
+        writes = kind == "load" or self.writer
+        slots = job.slots if writes else []
         items = [
-            item for slot in job.slots if (item := self._item(mount, slot, place, kind)) is not None
+            item for slot in slots if (item := self._item(mount, slot, place, kind)) is not None
         ]
         if items:
             copy = CopyJob(job.id, kind, items, deadline_s, job.arena_id)
             mount.engine.submit(copy)  # on a device it waits for what was launched before
             self._submitted.set()
-        else:  # nothing of it lies on this rank
+        else:  # nothing of it lies on this rank, or another one stores it
             self._report(mount, JobResult(job.id, kind, ok=True))
 
     def _item(self, mount: Mount, slot: SlotCopy, place: Place, kind: str) -> CopyItem | None:
@@ -244,16 +254,18 @@ class WorkerSide:
             ended, self._loaded = self._loaded, []
         return {req_id for req_id, _ in ended}, {req_id for req_id, ok in ended if not ok}
 
-    def refused(self) -> RefusedStores | None:
-        """Stores that could not even begin, for the scheduler side."""
+    def report(self, question: int = 0) -> WorkerReport | None:
+        """For the scheduler side: stores that could not even begin, changes of the weights that it did not know of,
+        adapters that were loaded. None if there is nothing to say and no `question` to answer."""
         changes = self.changes
-        if not self._refused and changes == self._planned_for:
+        adapters = self.adapters.report(everything=question > 0)
+        if not (self._refused or adapters or question) and changes == self._planned_for:
             return None
         with self._lock:
             refused, self._refused = self._refused, {}
-        if changes == self._planned_for:
-            return RefusedStores(refused)
-        return RefusedStores(refused, {self.rank: (changes, self._weights.at)})
+        known = changes == self._planned_for
+        weights = {} if known else {self.rank: (changes, self._weights.at)}
+        return WorkerReport(refused, {self.rank: adapters}, question, weights)
 
     def publish(self) -> None:
         """Pass on what the engines have ended. Any thread."""
@@ -265,6 +277,8 @@ class WorkerSide:
         with self._lock:
             job, place = mount.jobs.pop(result.id)
             ok, kind = result.ok and job.id not in self._void, result.kind
+            if kind == "load" and job.adapter is not None:
+                ok = ok and self.adapters.same(job.adapter)
             self._void.discard(job.id)
             self._loads.discard(job.id)
             mount.arena.boards[place.client, self.rank, job.id % RING] = job.id << 1 | int(ok)

@@ -1,5 +1,6 @@
 """vLLM's real scheduler in a loop like EngineCore's, with simulated workers and an oracle."""
 
+import hashlib
 import random
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -30,7 +31,10 @@ init_none_hash(sha256)
 def _feature(image: str) -> MultiModalFeatureSpec:
     """Something of 16 tokens at the beginning of a prompt."""
     return MultiModalFeatureSpec(
-        data=None, modality="image", identifier=image, mm_position=PlaceholderRange(0, 16)
+        data=None,
+        modality="image",
+        identifier=hashlib.sha256(image.encode()).hexdigest(),
+        mm_position=PlaceholderRange(0, 16),
     )
 
 
@@ -41,6 +45,8 @@ class Asked:
     prompt: list[int]
     max_tokens: int
     identity: Identity
+    adapter: str | None = None
+    """The content of its adapter."""
     request: Request | None = None
     output: list[int] = field(default_factory=list)
     finish: str = ""
@@ -63,6 +69,7 @@ class Engine:
         self.resumed = 0
         self.schedules = 0
         self._ids = 0
+        self._adapters: dict[str, int] = {}
         self._cache = cache
         self.scheduler: Any = None
         self.config = families.vllm_config(
@@ -108,9 +115,10 @@ class Engine:
         """A request arrives; its id. `image`: the prompt begins with one; `session`: more input may follow."""
         req_id = f"r{self._ids}"
         self._ids += 1
-        who = f"{adapter} sees {image}" if image else adapter
-        self.asked[req_id] = Asked(list(prompt), max_tokens, (salt, who))
-        lora = LoRARequest(adapter, 1 + len(adapter), f"/adapters/{adapter}") if adapter else None
+        lora = self._lora(adapter) if adapter else None
+        content = self.workers.adapters[lora.lora_int_id] if lora else None
+        who = f"{content} sees {image}" if image else content
+        self.asked[req_id] = Asked(list(prompt), max_tokens, (salt, who), content)
         request = Request(
             req_id,
             list(prompt),
@@ -128,6 +136,17 @@ class Engine:
         self.asked[req_id].request = request
         self.scheduler.add_request(request)
         return req_id
+
+    def load_adapter(self, name: str, content: str) -> None:
+        """VLLM's add_lora, in place if it is loaded. What is running must have ended."""
+        number = self._adapters.setdefault(name, 1 + len(self._adapters))
+        self.oracle.note(f"load adapter {name}: {content}")
+        self.workers.load_adapter(number, content)
+
+    def _lora(self, name: str) -> LoRARequest:
+        if name not in self._adapters:
+            self.load_adapter(name, name)
+        return LoRARequest(name, self._adapters[name], f"/adapters/{name}")
 
     def say_more(self, req_id: str, tokens: Sequence[int], max_tokens: int) -> None:
         """The next input of a session; vLLM forgets the last token that it said, which it has not computed."""

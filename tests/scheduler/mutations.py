@@ -61,9 +61,9 @@ def hold_no_blocks(patches: ExitStack) -> None:
     """A store reads blocks on which it has no reference."""
     entered = book.StoreBook.open
 
-    def forgetting(self: Any, epoch: Any, rows: Any, keys: Any, blocks: Any) -> Any:
+    def forgetting(self: Any, epoch: Any, rows: Any, keys: Any, blocks: Any, **more: Any) -> Any:
         blocks[0].pool.free_blocks(blocks)
-        return entered(self, epoch, rows, keys, [])
+        return entered(self, epoch, rows, keys, [], **more)
 
     patches.enter_context(patch.object(book.StoreBook, "open", forgetting))
 
@@ -288,7 +288,7 @@ def forget_to_store_the_last_chunk(patches: ExitStack) -> None:
 @mutation("key", "read", "load", families=("full", "windows"))
 def leave_the_salt_out_of_the_key(patches: ExitStack) -> None:
     """Two tenants share a prefix."""
-    patches.enter_context(patch.object(requests, "extra_of", lambda request, chunk_size: None))
+    patches.enter_context(patch.object(requests, "extra_of", lambda *_: None))
 
 
 @mutation("offer", families=("full", "gdn"))

@@ -1,8 +1,10 @@
 """Which prefix a chain key stands for: learned from the tokens of every request that there was."""
 
+import hashlib
 from collections.abc import Callable
 from typing import Any
 
+from lmcache_shm.client.jobs import Adapter
 from lmcache_shm.protocol.keys import ChunkKeys
 from lmcache_shm.vllm.identity import extra_of
 from tests.scheduler.content import Stream
@@ -43,7 +45,8 @@ class Prefixes:
         if tokens[: len(stream.tokens)] != stream.tokens:
             self._engine.oracle.fail("engine", f"{req_id} has changed tokens")
         stream.extend(tokens[len(stream.tokens) :])
-        for chunk in range(len(keys), keys.extend(tokens, None, extra_of(request, size))):
+        extra = extra_of(request, size, self._adapter(asked.adapter))
+        for chunk in range(len(keys), keys.extend(tokens, None, extra)):
             end = (chunk + 1) * size
             other, number = self.known.setdefault(keys.key(chunk), (stream, chunk))
             if other.after(end) != stream.after(end) or number != chunk:
@@ -51,3 +54,10 @@ class Prefixes:
                     "key", f"one key for two prefixes ({req_id}, chunk {chunk})"
                 )
         return keys
+
+    def _adapter(self, content: str | None) -> Adapter | None:
+        """Every rank has loaded the same."""
+        if content is None:
+            return None
+        digests = [hashlib.sha256(content.encode()).digest()] * len(self._engine.workers.ranks)
+        return Adapter(0, hashlib.sha256(b"".join(digests)).digest(), (), "")

@@ -18,6 +18,30 @@ def test_salts_and_adapters_never_share(instance: str) -> None:
             assert 4 * lab.chunk == asked.external_tokens
 
 
+@pytest.mark.parametrize("family", ["full", "windows_tp2", "mla_tp2", "gdn"])
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_an_adapter_is_what_is_loaded(family: str, asynchronous: bool, instance: str) -> None:
+    """Replaced in place, under the same name, id and path: nothing of the old one is used. The same content under
+    another name: all of it."""
+    with Lab(family, instance, asynchronous=asynchronous) as lab:
+        prompt = lab.prompt(4 * lab.chunk + 1)
+        lab.engine.load_adapter("x", "v1")
+        assert 0 == lab.ask(prompt, adapter="x").external_tokens
+        lab.wipe()
+        lab.engine.load_adapter("x", "v2")
+        lab.cache.blind = True  # the workers know first: they refuse what the scheduler side offers
+        lab.ask(prompt, adapter="x")
+        assert 1 == lab.cache.failed_loads
+        lab.cache.blind = False
+        lab.wipe()
+        found = [lab.ask(prompt, adapter="x").external_tokens]
+        lab.wipe()
+        lab.engine.load_adapter("y", "v2")
+        found += [lab.ask(prompt, adapter="y").external_tokens]
+
+        assert [4 * lab.chunk] * 2 == found
+
+
 def test_an_image_is_part_of_what_a_prefix_is(instance: str) -> None:
     """The same placeholder tokens with another image behind them: zero hits."""
     with Lab("full", instance, chunk=16) as lab:

@@ -5,6 +5,7 @@ blocks are zeroed (here: poisoned), copy-on-write copies run before the forward,
 between the columns of `align` mode as in `mamba_utils`. Each forward checks every block that it reads.
 """
 
+import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -77,6 +78,8 @@ class Workers:
         self.oracle = oracle
         self.connectors: list[Any] = []
         self.requests: dict[str, Running] = {}
+        self.adapters: dict[int, str] = {}
+        """What is loaded, by vLLM's id."""
         self.tokens_checked = 0
         self._identity_of = identity_of
         self._drafts = drafts
@@ -84,6 +87,18 @@ class Workers:
         self._propose = propose
         self._aggregator = KVOutputAggregator(len(configs))
         self.on_bind: Callable[[Step], None] = lambda step: None
+
+    # ---------------------------------------------------------------------------- adapters
+    def load_adapter(self, number: int, content: str) -> None:
+        """What vLLM's LoRA manager tells of an adapter that it has made resident."""
+        self.adapters[number] = content
+        for connector in self.connectors:
+            digest = hashlib.sha256(content.encode()).digest()
+            connector.worker.adapters.loaded(self, number, digest)
+
+    def list_adapters(self) -> dict[int, str]:
+        """As vLLM's LoRA manager does."""
+        return self.adapters
 
     # ---------------------------------------------------------------------------- one step
     def execute(self, step: Step) -> None:

@@ -102,7 +102,7 @@ class DirectStart:
         self.weights = Weights("engine", "", lambda: "loaded")
         self.weights.find()
         assert self.weights.wait(5)
-        self.speculative, self.alone = False, True
+        self.speculative, self.alone, self.world = False, True, epoch.place.world
         self.reads = self.writes = True
         self.vllm_config = engine(budget=512)
         self.groups = [part.group for group in epoch.plan.groups for part in group.parts]

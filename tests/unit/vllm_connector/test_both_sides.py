@@ -130,7 +130,7 @@ class Pair:
                 reply = SimpleNamespace(
                     finished_recving=got,
                     failed_recving=failed,
-                    kv_connector_worker_meta=self.worker.refused(),
+                    kv_connector_worker_meta=self.worker.report(),
                 )
                 self.side.output(reply)
                 return got, failed

@@ -49,11 +49,14 @@ def engine(**changes: Any) -> Any:
         section, name = path.split("__")
         sections[section][name] = value
     built = {name: SimpleNamespace(**values) for name, values in sections.items()}
-    return SimpleNamespace(**built, speculative_config=None)
+    return SimpleNamespace(**built, speculative_config=None, lora_config=None)
 
 
 def worker(**groups: Any) -> WorkerFacts:
-    entry = {"layers": 2, "pages": "x", "backends": ["CPU_ATTN"], "kernel_blocks": [32], **groups}
+    entry = {
+        "layers": 2, "pages": "x", "backends": ["CPU_ATTN"], "dtypes": [], "scales": "", "kernel_blocks": [32],
+        **groups,
+    }  # fmt: skip
     return WorkerFacts(0, 1, "cpu", {"0": entry})
 
 
@@ -108,6 +111,12 @@ def test_other_caches_are_other_namespaces() -> None:
         namespace(workers=[worker(backends=["FLASH_ATTN"])]),
         namespace(workers=[worker(kernel_blocks=[16])]),
         namespace(workers=[replace(worker(), device="cuda")]),
+        namespace(
+            workers=[replace(worker(), environment={"VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT": "True"})]
+        ),
+        namespace(workers=[worker(dtypes=["fp8_e4m3"])]),
+        namespace(workers=[worker(dtypes=["fp8_e5m2"])]),
+        namespace(workers=[worker(scales="other")]),
         namespace(workers=[]),
     ]
 
@@ -148,24 +157,101 @@ def test_the_longest_sequence_counts_only_where_angles_depend_on_it() -> None:
     assert at(4096, long) != at(8192, long)
 
 
-def test_a_draft_model_is_part_of_it() -> None:
-    speculating = engine()
-    draft = SimpleNamespace(model="org/draft", revision=COMMIT, hf_config=HfConfig(), seed=0)
-    speculating.speculative_config = SimpleNamespace(
-        method="eagle", draft_model_config=draft, num_speculative_tokens=3
-    )
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"text_config": {"rope_parameters": {"rope_type": "longrope"}}},
+        {"rope_parameters": {"full_attention": {"rope_type": "dynamic"}}},
+        {"rope_scaling": {"type": "su"}},
+    ],
+    ids=str,
+)
+def test_the_longest_sequence_counts_wherever_the_rotary_embedding_stands(config: Any) -> None:
+    """In the text model inside a multimodal one; in parameters by kind of layer."""
+    engines = [
+        engine(model_config__hf_config=HfConfig(**config), model_config__max_model_len=length)
+        for length in (4096, 8192)
+    ]
 
-    assert namespace(speculating) != namespace()
+    assert namespace(engines[0]) != namespace(engines[1])
+
+
+def speculating(**changes: Any) -> Any:
+    draft = {
+        "model": "org/draft", "revision": COMMIT, "hf_config": HfConfig(), "seed": 0, "dtype": torch.bfloat16,
+        "quantization": None,
+    }  # fmt: skip
+    found = engine()
+    found.speculative_config = SimpleNamespace(
+        method="eagle", num_speculative_tokens=3, draft_load_config=changes.pop("load", None),
+        draft_model_config=SimpleNamespace(**{**draft, **changes}),
+    )  # fmt: skip
+    return found
+
+
+def test_a_draft_model_is_part_of_it_with_all_that_it_computes_with() -> None:
+    """Its layers' KV is stored, too."""
+    seen = [
+        namespace(),
+        namespace(speculating()),
+        namespace(speculating(dtype=torch.float16)),
+        namespace(speculating(quantization="fp8")),
+        namespace(speculating(load=SimpleNamespace(load_format="dummy"))),
+    ]
+
+    assert len(set(seen)) == len(seen)
+
+
+def test_the_type_of_the_cache_is_the_one_that_the_workers_have_made_of_it() -> None:
+    """A checkpoint, or an attention backend, has it changed in the workers' copy of the configuration; only where
+    scheduler and worker are one process does the scheduler's change with it."""
+    changed = [worker(dtypes=["fp8"])]
+    apart = namespace(engine(cache_config__cache_dtype="auto"), workers=changed)
+    together = namespace(engine(cache_config__cache_dtype="fp8"), workers=changed)
+
+    assert apart == together
+    assert json.loads(apart)["kv_cache"]["dtype"] == "fp8"
+    assert apart != namespace(engine(cache_config__cache_dtype="auto"))
+
+
+def test_which_layers_a_group_has_counts() -> None:
+    """--kv-cache-dtype-skip-layers 3, or 4: the same groups with the same pages, of other layers."""
+    kv = config(full(), full(64), kv_cache_layout="LBHNC")
+    plan = make_plan(kv_groups(kv)[0], chunk_size=128)
+    before = descriptor(engine(), kv, plan, [worker()], "weights")
+    for group in kv.kv_cache_groups:
+        group.layer_names = [f"other.{name}" for name in group.layer_names]
+
+    assert descriptor(engine(), kv, plan, [worker()], "weights") != before
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"model_config__quantization_config": {"linear": "fp8"}},
+        {"model_config__model_impl": "transformers"},
+        {"model_config__code_revision": "abc"},
+        {"load_config__model_loader_extra_config": {"tensorizer_uri": "/weights"}},
+        {
+            "model_config__multimodal_config": SimpleNamespace(
+                mm_processor_kwargs={"num_crops": 4}, media_io_kwargs={}
+            )
+        },
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_options_that_change_values_count(change: dict[str, Any]) -> None:
+    assert namespace(engine(**change)) != namespace()
 
 
 def test_drafts_without_a_model_change_no_bytes() -> None:
     """VLLM names the model itself as the one that drafts."""
-    speculating = engine()
-    speculating.speculative_config = SimpleNamespace(
-        method="ngram", draft_model_config=speculating.model_config, num_speculative_tokens=3
+    itself = engine()
+    itself.speculative_config = SimpleNamespace(
+        method="ngram", draft_model_config=itself.model_config, num_speculative_tokens=3
     )
 
-    assert namespace(speculating) == namespace()
+    assert namespace(itself) == namespace()
 
 
 # ------------------------------------------------------------------------------------ the weights

@@ -1,15 +1,16 @@
 """What else than token ids identifies a chunk; the same bytes in every process."""
 
+import hashlib
 import os
 import subprocess
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from lmcache_shm.client.jobs import Adapter
 from lmcache_shm.protocol.keys import ChunkKeys, seed
 from lmcache_shm.vllm.identity import Unidentified, extra_of, salt_bytes
 
@@ -24,7 +25,12 @@ def request(**facts: Any) -> Any:
     return SimpleNamespace(**{**plain, **facts})
 
 
-def item(identifier: str | None, offset: int, length: int) -> Any:
+def item(content: str, offset: int, length: int) -> Any:
+    """As vLLM identifies it: by a hash."""
+    return named_item(hashlib.sha256(content.encode()).hexdigest(), offset, length)
+
+
+def named_item(identifier: str | None, offset: int, length: int) -> Any:
     return SimpleNamespace(
         identifier=identifier,
         modality="image",
@@ -32,12 +38,16 @@ def item(identifier: str | None, offset: int, length: int) -> Any:
     )
 
 
-def adapter(path: str, name: str = "a") -> Any:
+def named(name: str = "a", path: str = "/a") -> Any:
     return SimpleNamespace(lora_name=name, lora_path=path, lora_int_id=1)
 
 
-def extra(chunk: int = 0, **facts: Any) -> bytes:
-    of = extra_of(request(**facts), C)
+def adapter(digest: bytes) -> Adapter:
+    return Adapter(1, digest, (1,), "/a")
+
+
+def extra(chunk: int = 0, adapter: Adapter | None = None, **facts: Any) -> bytes:
+    of = extra_of(request(**facts), C, adapter)
     return of(chunk) if of else b""
 
 
@@ -53,20 +63,31 @@ def test_a_salt_counts_for_every_chunk() -> None:
     assert salt_bytes(request()) == b""
 
 
-def test_an_adapter_is_its_name_its_path_and_its_files(tmp_path: Path) -> None:
-    weights = tmp_path / "adapter_model.safetensors"
-    weights.write_bytes(b"one")
-    first = extra(3, lora_request=adapter(str(tmp_path)))
+def test_an_adapter_is_its_content_and_nothing_else() -> None:
+    """Names, paths and files say nothing about what the engine computes with."""
+    first = extra(3, lora_request=named(), adapter=adapter(b"one"))
 
-    assert extra(3, lora_request=adapter(str(tmp_path))) == first
-    assert extra(3, lora_request=adapter(str(tmp_path), name="b")) != first
-    os.utime(weights, ns=(1, 1))
-    assert extra(3, lora_request=adapter(str(tmp_path))) != first, "trained anew in the same place"
-    assert extra(3, lora_request=adapter("org/adapter")) != extra(3)
+    assert first == extra(4, lora_request=named("b", "/elsewhere"), adapter=adapter(b"one"))
+    assert first != extra(3, lora_request=named(), adapter=adapter(b"two"))
+    assert first != extra(3)
+
+
+def test_an_adapter_of_which_nothing_is_known_makes_a_request_unidentified() -> None:
+    with pytest.raises(Unidentified, match="an adapter that is not loaded yet"):
+        extra(0, lora_request=named())
+
+
+def test_media_that_were_encoded_with_an_adapter_make_a_request_unidentified() -> None:
+    """VLLM keeps what an adapter made of an image under the adapter's name, also when that is replaced."""
+    mine, plain = named_item("a:cat", 10, 20), item("cat", 10, 20)
+
+    with pytest.raises(Unidentified, match="a image that is encoded with an adapter"):
+        extra(0, lora_request=named(), adapter=adapter(b"one"), mm_features=[mine])
+    assert extra(0, lora_request=named(), adapter=adapter(b"one"), mm_features=[plain])
 
 
 def test_salt_and_adapter_do_not_run_together() -> None:
-    assert extra(cache_salt="x") != extra(lora_request=adapter("x"))
+    assert extra(cache_salt="x") != extra(lora_request=named(), adapter=adapter(b"x"))
 
 
 def test_media_count_where_they_reach() -> None:
@@ -89,7 +110,25 @@ def test_other_media_and_other_places_differ() -> None:
 
 def test_media_without_a_hash_make_a_request_unidentified() -> None:
     with pytest.raises(Unidentified, match="a image without a hash"):
-        extra(0, mm_features=[item(None, 10, 20)])
+        extra(0, mm_features=[named_item(None, 10, 20)])
+
+
+def test_a_name_that_a_client_gave_to_media_means_something_in_this_engine_only() -> None:
+    """Clients of another server may call another image so; their engines are other processes."""
+    code = (
+        "from tests.unit.vllm_connector.test_identity import extra, item, named_item as n;"
+        "print(extra(0, mm_features=[n('my cat', 10, 20)]).hex(), extra(0, mm_features=[item('cat', 10, 20)]).hex())"
+    )
+    command = [sys.executable, "-c", code]
+    env = {**os.environ, "PYTHONPATH": "."}
+    there = subprocess.run(command, env=env, check=True, capture_output=True, text=True).stdout
+
+    named, hashed = map(bytes.fromhex, there.split())
+
+    assert extra(0, mm_features=[named_item("my cat", 10, 20)]) != named
+    assert extra(0, mm_features=[item("cat", 10, 20)]) == hashed
+    again = [extra(0, mm_features=[named_item("my cat", 10, 20)]) for _ in range(2)]
+    assert again[0] == again[1]
 
 
 def test_embeddings_count_by_their_bytes() -> None:

@@ -1,5 +1,6 @@
 """Registered tensors against the specs: every promised byte, once, or the model is refused."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -8,7 +9,15 @@ import torch
 from lmcache_shm.client.groups import ModelError
 from lmcache_shm.client.plan import make_plan
 from lmcache_shm.vllm.groups import kv_groups
-from lmcache_shm.vllm.layouts import pages_by_group, rank_layout, tensors_of, worker_facts
+from lmcache_shm.vllm.layouts import (
+    LayerFacts,
+    environment,
+    layer_facts,
+    pages_by_group,
+    rank_layout,
+    tensors_of,
+    worker_facts,
+)
 
 from .worlds import config, full, state, uniform, window
 
@@ -146,7 +155,9 @@ def test_facts_tell_layouts_apart_and_not_places() -> None:
         caches = {"0.0": tensor}
         groups = kv_groups(kv)[0]
         pages = pages_by_group(kv, caches, groups)
-        return worker_facts(kv, caches, groups, pages, {"0.0": "CPU_ATTN"}, 0, 1).groups["0"]
+        return worker_facts(
+            kv, caches, groups, pages, {"0.0": LayerFacts("CPU_ATTN")}, 0, 1
+        ).groups["0"]
 
     base = facts(cache())
 
@@ -158,3 +169,29 @@ def test_facts_tell_layouts_apart_and_not_places() -> None:
     assert split["pages"] != base["pages"]
     assert facts(cache().view(torch.int32))["pages"] != base["pages"]
     assert facts(torch.zeros(BLOCKS, 32, 2, 32).transpose(1, 2))["pages"] != base["pages"]
+
+
+def test_layers_say_what_their_cache_is() -> None:
+    """Type and scales, which a worker may have taken from the checkpoint; scales only where something is scaled."""
+
+    def layers(dtype: str, scale: float) -> dict[str, LayerFacts]:
+        layer = SimpleNamespace(
+            kv_cache_dtype=dtype, _k_scale=torch.tensor(scale), _v_scale=torch.tensor(1.0)
+        )
+        context = {"0.0": layer, "0.1": object()}
+        compilation = SimpleNamespace(static_forward_context=context)
+        return layer_facts(SimpleNamespace(compilation_config=compilation), context)
+
+    assert layers("fp8", 1.0)["0.0"].dtype == "fp8"
+    assert layers("fp8", 1.0) == layers("fp8", 1.0) != layers("fp8", 0.5)
+    assert layers("fp8_e4m3", 1.0) != layers("fp8_e5m2", 1.0)
+    assert layers("auto", 1.0) == layers("auto", 0.5)
+    assert layers("fp8", 1.0)["0.1"] == LayerFacts()
+
+
+def test_a_workers_own_environment_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT", raising=False)
+    before = environment()
+    monkeypatch.setenv("VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT", "1")
+
+    assert environment() == {**before, "VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT": "True"}
