@@ -9,12 +9,8 @@ from lmcache_shm.arena.layout import SlotState
 from lmcache_shm.client import in_flight as book
 from lmcache_shm.client import settler
 from lmcache_shm.protocol.keys import encode_tokens
-<<<<<<< HEAD
-from lmcache_shm.vllm.metadata import RefusedStores
-from tools.harness.wait import until
-=======
 from lmcache_shm.vllm.metadata import WorkerReport
->>>>>>> main
+from tools.harness.wait import until
 
 from .rig import TOKENS_AT, Rig, rig_of
 from .worlds import full, state, window
