@@ -274,11 +274,14 @@ class Cluster:
     ) -> None:
         for pid in {*self._stopped, *(one["pid"] for one in self.struck() if one["do"] == "stop")}:
             self.wake(pid)
+        workers = [pid for engine in self.engines for pid in engine.workers]
         for engine in self.engines:
             for pid in (engine.process.pid, *engine.workers):
                 self.wake(pid)
             engine.end(signal.SIGKILL)
         if self.server is not None:
             self.server.end()
+        # They end by themselves at the end of their pipe, which a busy machine may put off.
+        until(lambda: all(state_of(pid) in {"", "Z"} for pid in workers), "workers end", LONG_S)
         entries = leftovers(Path(os.environ["LMCACHE_SHM_RUNTIME_DIR"]))
         purge(entry for entry in entries if self.instance in entry.path.name)
