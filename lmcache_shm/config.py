@@ -100,7 +100,10 @@ def folder(given: Any) -> str:
     if given == "":
         return ""
     if isinstance(given, str) and "\0" not in given:
-        return os.path.abspath(os.path.expanduser(given))  # noqa: PTH100, PTH111  (pathlib is slow to import)
+        try:
+            return os.path.abspath(os.path.expanduser(given))  # noqa: PTH100, PTH111  (pathlib is slow to import)
+        except OSError:  # a relative one, in a working directory that was removed
+            raise ValueError("an absolute directory") from None
     raise ValueError("a directory")
 
 

@@ -27,6 +27,7 @@ from tools.server_process import Server, ServerError
 from tools.tiny_models import FAMILIES
 from tools.tiny_models.process import Engine, EngineError, Output
 from tools.tiny_models.prompts import tokens
+from tools.tiny_models.zygote import zygotes
 
 PREFIX, TAILS, NEW = 1100, (40, 52, 45, 60), 8
 TOLERANCE = 1e-3  # of a logprob; another prefix moves them by 0.1 and more
@@ -182,6 +183,7 @@ def run_demo(model: str, size_mb: float, say: Any) -> dict[str, Any]:
         say(f"starting a server with an arena of {size_mb:g} MiB")
         server = stack.enter_context(Server(f"demo-{os.getpid()}", size_mb=size_mb))
         demo = Demo(model, server, say)
+        stack.enter_context(zygotes())  # vLLM is imported once for three engines
         say(f"starting vLLM with the tiny {model}, without a connector: the measure of right")
         with Engine(model, folder=Path(folder)) as engine:
             demo.baseline = engine.generate(PROMPTS, max_tokens=NEW, cold=True)

@@ -278,7 +278,7 @@ def guided(seconds: int, folder: Path) -> None:
                     frame(service.handle(session, request))
         finally:
             service.close_session(session)
-        if service.counters["failures"]:  # its traceback was logged
+        if service.stats.counters["failures"]:  # its traceback was logged
             raise RuntimeError(f"a request failed inside the service: {data!r}")
 
     logging.disable(logging.WARNING)  # every connection that is denied something is an event

@@ -21,20 +21,22 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 from rich.console import Console
 from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # for `python tools/gpu_check.py`
+from lmcache_shm.arena.job import CopyJob, JobKind, Pages
 from lmcache_shm.cli import bench_device
 from lmcache_shm.cli.bench_control import BenchEngine, PrivateServer, private_server
 from lmcache_shm.protocol.messages import GroupInfo
-from lmcache_shm.transfer.engine import CopyItem, CopyJob, JobKind, PageRun
 from lmcache_shm.transfer.pages import Part, RawTensor, SlotLayout, group_pages
-from lmcache_shm.transfer.plan import plan_pieces
+from lmcache_shm.transfer.plan import registration_ranges
 from lmcache_shm.transfer.streams import StreamEngine
 from tools.gpu_layouts import Layout, Placement, layouts
 from tools.harness.simulated_device import Event, HostFixture
@@ -156,8 +158,9 @@ class Case:
         regions = [slot.region_bytes for slot in self.slots]
         self.control = BenchEngine(server, groups, regions, CHUNK, layout.name)
         arena = self.control.arena
-        pieces = plan_pieces(arena.data_array.nbytes, PIECE, PIECE, align=PIECE)
-        self.engine = StreamEngine(arena, self.slots, fixture.device, pieces=pieces)
+        pieces = registration_ranges(arena.data_array.nbytes, PIECE, PIECE, align=PIECE)
+        self._device = fixture.device
+        self.engine = StreamEngine(arena, self.slots, fixture.device, registrations=pieces)
         if not self.engine.pinned.join(WAIT):
             raise RuntimeError("the arena could not be pinned; see the warning above")
         self.rng = np.random.default_rng(5)
@@ -209,21 +212,28 @@ class Case:
         self, kind: JobKind, rows: dict[tuple[int, int], int], blocks: Slots, event: Any
     ) -> None:
         arena, registered = self.control.arena, self.control.registered
-        items = []
-        for (chunk, group), row in rows.items():
-            start = int(arena.cold["offset"][row])
-            items.append(
-                CopyItem(
-                    row=row,
-                    offset=start + registered.region_offsets[group][0],
-                    generation=int(arena.hot["generation"][row]),
-                    group=group,
-                    runs=[PageRun(0, 0, blocks[chunk, group])],
-                    checksum_at=start + registered.checksum_offset[group],
-                )
-            )
+        groups = [group for _, group in rows]
+        slots = list(rows.values())
         self._jobs += 1
-        self.engine.submit(CopyJob(self._jobs, kind, items, WAIT, bytes(arena.arena_id)), event)
+        job = CopyJob.of(
+            self._jobs,
+            kind,
+            bytes(arena.arena_id),
+            slots,
+            arena.cold["offset"][slots],
+            arena.hot["generation"][slots],
+            groups,
+            [[Pages(0, 0, blocks[place])] for place in rows],
+        )
+        regions = job.offsets + [registered.region_offsets[group][0] for group in groups]
+        checksums = job.offsets + [registered.checksum_offset[group] for group in groups]
+        given = (
+            nullcontext()
+            if event is None
+            else patch.object(self._device, "marker_here", lambda: event)
+        )
+        with given:  # what submit() waits for
+            self.engine.submit(job, regions, checksums, WAIT)
         if not self.engine.drain(WAIT):
             raise RuntimeError(f"{kind} did not end within {WAIT:.0f} s")
         (result,) = self.engine.poll()

@@ -31,7 +31,8 @@ from lmcache_shm.protocol.messages import (
     frame,
 )
 from lmcache_shm.protocol.rules import Full, Recurrent, Window
-from lmcache_shm.server.catalog.catalog import Catalog, GroupSpec
+from lmcache_shm.server.catalog.catalog import Catalog
+from lmcache_shm.server.catalog.groups import GroupSpec
 from lmcache_shm.server.handlers import Service
 
 CHUNK, CHUNKS, STEP_CHUNKS = 256, 512, 8
@@ -61,7 +62,9 @@ class Desk:
         self._ours, theirs = socket.socketpair()
         with theirs:
             self.session = self.service.open_session(theirs)
-        self.session.role, self.session.namespace, self.session.client = "scheduler", space.id, 0
+        engine = self.service.engines.find(self.session, "count")
+        self.service.engines.bind(engine, self.session, 1, 1)
+        self.session.role, self.session.namespace = "scheduler", space.id
         self.session.groups = len(RULES)
 
     def ask(self, request: Message) -> Message:

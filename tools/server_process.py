@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lmcache_shm.arena.layout import COLD_DTYPE, HOT_DTYPE, PAGE, Header, Regions, SlotState
-from lmcache_shm.arena.segment import runtime_dir
+from lmcache_shm.arena.owner import remove_ours, runtime_dir, segment_names, shm_path
 from lmcache_shm.client.connection import Connection
 from lmcache_shm.protocol.messages import (
     PROTOCOL,
@@ -145,7 +145,7 @@ class Server:
     @property
     def meta(self) -> Path:
         """The file of the segment with the slot table."""
-        return Path(f"/dev/shm/lmcache_shm.{self.instance}.meta")
+        return shm_path(segment_names(self.instance)[1])
 
     @property
     def ready(self) -> str:
@@ -201,14 +201,14 @@ class Server:
 
     def table(self) -> Table:
         """The slot table as it is now, and stays, in shared memory."""
-        meta = _map(Path(f"/dev/shm/lmcache_shm.{self.instance}.meta"))
+        meta = _map(self.meta)
         header = Header.unpack(bytes(meta[:PAGE]))
         regions = Regions.of(header.geometry)
         slots = header.geometry.max_slots
         return Table(
             np.frombuffer(meta, HOT_DTYPE, slots, regions.hot),
             np.frombuffer(meta, COLD_DTYPE, slots, regions.cold),
-            np.frombuffer(_map(Path(f"/dev/shm/lmcache_shm.{self.instance}")), np.uint8),
+            np.frombuffer(_map(shm_path(segment_names(self.instance)[0])), np.uint8),
         )
 
     def wait_idle(self, timeout_s: float = 20.0) -> Table:
@@ -248,8 +248,8 @@ class Server:
             self.end(timeout_s=15)
         except subprocess.TimeoutExpired:
             self.kill()
-        for name in (f"lmcache_shm.{self.instance}", f"lmcache_shm.{self.instance}.meta"):
-            Path("/dev/shm", name).unlink(missing_ok=True)
+        for name in segment_names(self.instance):
+            remove_ours(shm_path(name), "left alone")
         self.socket.unlink(missing_ok=True)
 
     def connector(self, **options: Any) -> dict[str, Any]:

@@ -1,1 +1,1 @@
-"""MEMORY: the arena and its slot table in POSIX shared memory. No sockets, no torch."""
+"""The arena and its slot table in POSIX shared memory. No sockets, no torch."""

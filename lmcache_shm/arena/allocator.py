@@ -4,8 +4,8 @@ An extent is a run of m neighbouring slabs cut into slots of one size (a *class*
 up to a page). m is the smallest run that wastes at most 1/32, and no larger than 1/16 of the arena unless
 one slot needs it. An extent that is taken back (`unbind`) returns its slabs to all classes.
 
-The allocator writes what is about places (offset, slot_bytes, slab, the states UNUSED and FREE); whose
-a slot is, is the catalog's business.
+The allocator writes the columns of places (offset, slot_bytes, slab) and the states UNUSED and FREE; the catalog
+owns all others.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -18,9 +18,9 @@ from lmcache_shm.arena.layout import PAGE, Mask, Numbers, Rows, SlotState, hot_w
 from lmcache_shm.arena.segment import Arena
 
 WASTE = 32
-"""An extent may waste one part in so many."""
+"""An extent wastes at most 1/WASTE of its bytes."""
 SHARE = 16
-"""An extent takes at most one part in so many of the arena."""
+"""An extent takes at most 1/SHARE of the arena."""
 NO_ROWS: Rows = np.empty(0, np.int32)
 
 
@@ -67,10 +67,10 @@ def _length(gap: list[int]) -> int:
 
 
 class SlabAllocator:
-    """Free slots of every size. Starts from what the slab table says (see `adopt_extents`).
+    """Free slots of every size, from the slab table on (see `adopt_extents`).
 
-    Only slabs whose memory is reserved (below the arena's mark, see layout) are bound to a size; the mark
-    may rise at any time.
+    Only slabs below the arena's reserved size (see layout) are bound to a slot size; the reserved size may rise at
+    any time.
     """
 
     def __init__(self, arena: Arena) -> None:
@@ -98,11 +98,11 @@ class SlabAllocator:
         self._gaps: list[list[int]] | None = None  # free_runs(), where nothing changed since
 
     def usable_slabs(self) -> int:
-        """Slabs whose memory is reserved: the first so many."""
+        """How many slabs, from the first on, are reserved."""
         if self._usable < self.slabs:
             now = self._below_mark()
             if now != self._usable:
-                self._free_slabs += now - self._usable  # those beyond the mark were all free
+                self._free_slabs += now - self._usable  # those beyond were all free
                 self._usable = now
                 self._gaps = None
         return self._usable
@@ -111,7 +111,7 @@ class SlabAllocator:
         return min(self.arena.backed_bytes // self.slab_bytes, self.slabs)
 
     def growing(self) -> bool:
-        """More slabs will come by themselves, soon: nothing has to leave for want of them."""
+        """Whether more slabs will be reserved soon, so that no slot has to leave for want of them."""
         return self._usable < self.slabs and self.usable_slabs() < self.slabs and self.arena.growing
 
     # -------------------------------------------------------------------------------- planning
@@ -120,11 +120,11 @@ class SlabAllocator:
         return -(-slot_class(slot_bytes) // self.slab_bytes)
 
     def fits(self, slot_bytes: int) -> bool:
-        """Whether one slot of this size has a place in the empty arena."""
+        """Whether one slot of this size fits into the empty arena."""
         return self.min_slabs(slot_bytes) <= self.room_slabs()
 
     def room_slabs(self) -> int:
-        """Slabs that there are, or will be when all is reserved."""
+        """Slabs that are reserved, or will be when all memory is."""
         return self.slabs if self.growing() else self.usable_slabs()
 
     def extent_slabs(self, slot_bytes: int, at_most: int | None = None) -> int:
@@ -209,7 +209,7 @@ class SlabAllocator:
         self._slab[span] = start
         self._client[span] = -1
         self.arena.slabs[start : start + m] = (size, start, 0, n, 0)
-        self._bound[start : start + m] = m  # after the rest: from now on the slabs are not free
+        self._bound[start : start + m] = m  # after the other fields: now the slabs are not free
         self._state[span] = SlotState.FREE  # last: a FREE row is always inside a bound extent
         self._stack(size).push(rows[::-1])
         self._extents[size] = self._extents.get(size, 0) + 1
@@ -271,7 +271,7 @@ class SlabAllocator:
             self._extents[size] = self._extents.get(size, 0) + 1
 
     def _bind_free(self, size: int) -> bool:
-        """Bind one more extent in free slabs, the smallest gap that will do. False: there is none."""
+        """Bind one more extent in free slabs, in the smallest gap that is large enough. False: there is none."""
         end = self.usable_slabs()
         if not self._free_slabs:
             return False
@@ -291,7 +291,7 @@ class SlabAllocator:
             return False
         n = self.bind(size, gap[0], m)
         gap[0], gap[1] = gap[0] + m, gap[1] - m
-        if end == self._usable:  # the mark has not risen meanwhile
+        if end == self._usable:  # the reserved size has not risen meanwhile
             self._gaps = [gap for gap in gaps if gap[1]]
         return n > 0
 

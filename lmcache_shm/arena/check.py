@@ -38,7 +38,7 @@ class Copy:
     cold: Table
     slabs: Table
     backed: int
-    """The mark, read after the rest: it only rises."""
+    """The reserved size, read last: it only rises."""
 
 
 def check(arena: Arena, *, live: bool = False) -> list[str]:
@@ -56,7 +56,7 @@ def check(arena: Arena, *, live: bool = False) -> list[str]:
             break
         time.sleep(0.01)
         found &= _look(arena)  # the same rows with the same trouble, or it was a change under way
-    return _told(found)
+    return _lines(found)
 
 
 def _look(arena: Arena) -> set[tuple[str, int]]:
@@ -69,7 +69,7 @@ def _look(arena: Arena) -> set[tuple[str, int]]:
     return found
 
 
-def _told(found: set[tuple[str, int]]) -> list[str]:
+def _lines(found: set[tuple[str, int]]) -> list[str]:
     lines: dict[str, list[int]] = {}
     for text, number in sorted(found):
         lines.setdefault(text, []).append(number)
@@ -107,7 +107,7 @@ def bad_slabs(geometry: Geometry, slabs: Table) -> Mask:
 
 
 def unbacked(geometry: Geometry, slabs: Table, backed: int) -> Mask:
-    """[slabs] True for those of extents that do not lie wholly below the mark."""
+    """[slabs] True for those of extents that lie beyond the reserved size, wholly or in part."""
     end = slabs["first"].astype(np.int64) + slabs["extent_slabs"]
     end = np.maximum(end, np.arange(1, geometry.slabs + 1))
     beyond: Mask = (end > backed // geometry.slab_bytes) & (slabs["extent_slabs"] > 0)
@@ -166,7 +166,7 @@ def duplicates(hot: Table, cold: Table, rows: Numbers) -> Numbers:
     """Those of `rows` whose (namespace, group, key) also stands in another of them."""
     key = cold["key"][rows]
     owner = hot["namespace"][rows].astype(np.uint64) << np.uint64(16) | hot["group"][rows]
-    # One word per row sorts ten times faster than three; what shares a word is looked at closely.
+    # One word per row sorts ten times faster than three; rows that share a word are compared in full.
     word = key[:, 0] ^ key[:, 1] ^ owner * np.uint64(0x9E3779B97F4A7C15)
     order = np.argsort(word)
     alike = order[_neighbours(word[order][:, None])]

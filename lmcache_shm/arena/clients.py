@@ -1,16 +1,13 @@
-"""The client table: which worker processes may still write into which reserved slots.
+"""The client table: the processes of each engine that may still write into its reserved slots.
 
-It outlives the server, so that a restarted one knows whose half-written slots must stay quarantined.
+It outlives the server, so that the next one keeps half-written slots of living processes in quarantine.
 """
 
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import TYPE_CHECKING
 
 from lmcache_shm.arena.layout import ENGINE_ID_BYTES, MAX_PROCESSES
-
-if TYPE_CHECKING:
-    from lmcache_shm.arena.segment import Arena
+from lmcache_shm.arena.processes import process_alive
+from lmcache_shm.arena.segment import Arena
 
 
 @dataclass
@@ -23,12 +20,12 @@ class ClientRecord:
     processes: list[tuple[int, int, int]] = field(default_factory=list)
 
     def alive(self) -> bool:
-        """Whether any of the processes still runs (one that is out of sight counts)."""
+        """Whether any of the processes still runs (one in another pid namespace counts as running)."""
         return any(process_alive(pid, start) for _, pid, start in self.processes)
 
 
-def write_client(arena: "Arena", index: int, record: ClientRecord) -> None:
-    """Write down an engine. Beyond MAX_PROCESSES the earliest processes are forgotten."""
+def write_client(arena: Arena, index: int, record: ClientRecord) -> None:
+    """Enter an engine. Beyond MAX_PROCESSES the earliest processes are left out."""
     row = arena.clients[index : index + 1]
     row["used"] = 0  # a reader of a half-written record must not trust it
     row["world"], row["replicas"] = record.world, record.replicas
@@ -40,12 +37,12 @@ def write_client(arena: "Arena", index: int, record: ClientRecord) -> None:
     row["used"] = 1
 
 
-def erase_client(arena: "Arena", index: int) -> None:
+def erase_client(arena: Arena, index: int) -> None:
     arena.clients[index : index + 1]["used"] = 0
 
 
-def read_clients(arena: "Arena") -> dict[int, ClientRecord]:
-    """Index → record of every engine that is written down."""
+def read_clients(arena: Arena) -> dict[int, ClientRecord]:
+    """Index → record of every engine in the table."""
     found = {}
     for index, row in enumerate(arena.clients):
         if row["used"] != 1:
@@ -57,23 +54,3 @@ def read_clients(arena: "Arena") -> dict[int, ClientRecord]:
         record = ClientRecord(engine_id, int(row["world"]), int(row["replicas"]), processes)
         found[index] = record
     return found
-
-
-def start_time(pid: int) -> int:
-    """Start time of a process in clock ticks since boot; 0 when there is none, or nothing of it runs."""
-    try:
-        line = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
-        fields = line.rpartition(")")[2].split()  # the command's name may hold anything
-        # The first thread may have ended before the others: then the process looks like a zombie.
-        ended = fields[0] in "ZX" and len(list(Path(f"/proc/{pid}/task").iterdir())) <= 1
-    except OSError:
-        return 0
-    return 0 if ended else int(fields[19])
-
-
-def process_alive(pid: int, start: int) -> bool:
-    """Whether this very process still runs. pid ≤ 0: out of sight in another pid namespace, counts as alive."""
-    if pid <= 0:
-        return True
-    now = start_time(pid)
-    return now != 0 and start in {0, now}

@@ -1,4 +1,4 @@
-"""What can go wrong with an arena; each text is one line for people, with the remedy."""
+"""Errors of an arena; each text is one line that names the fix."""
 
 
 class ArenaError(Exception):
@@ -17,11 +17,15 @@ class InstanceBusy(ArenaError):
 
 
 class AdoptError(ArenaError):
-    """There is nothing to adopt, or it is not what is wanted, or it is damaged. `reason` says which."""
+    """There is no arena to adopt, or it differs from the one wanted, or it is damaged: see `reason`."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
         self.reason = reason
+
+
+class NotOurs(ArenaError):
+    """Another user's file, or something that is no file, stands where one of ours should be."""
 
 
 class RuntimeDirError(ArenaError):

@@ -5,7 +5,7 @@
     meta   HEADER | SLABS | HOT[max_slots] | COLD[max_slots] | NAMESPACES A | B | CLIENTS | BOARDS
            each region starts on a page; BOARDS is u64[MAX_CLIENTS, MAX_RANKS, RING]
     data   slab 0 | slab 1 | … | slab n-1 | tail (smaller than a slab: unusable)
-           ├──── reserved ────┤mark → (rises behind the first requests until it is the whole)
+           ├──── reserved ────┤→ (the reserved size rises while the server serves, until it is all)
 
     rows   slab i owns rows [i·q, (i+1)·q), q = max_slots / slabs. An *extent* is a run of m slabs bound
            to one slot size; its slots take the first rows of the m·q that its slabs own:
@@ -55,8 +55,8 @@ class SlotState(IntEnum):
     QUARANTINED = 4
 
 
-# generation: raised at every change of hands (reserve, abort, evict, quarantine release), so at any
-# time after which bytes may change. tick: the server's use counter, no clock. client: index of the
+# generation: raised whenever the slot changes hands (reserve, abort, evict, quarantine release), so at any
+# time after which bytes may change. tick: a reading of the LRU clock, which counts uses, not time. client: index of the
 # engine that reserved it, else -1. hits: times it was acquired, at most 65535.
 HOT_DTYPE = np.dtype(
     [
@@ -114,9 +114,9 @@ CLIENT_DTYPE = np.dtype(
         ("starts", "<u8", (MAX_PROCESSES,)),
     ]
 )
-# The changing part of the header page. backed: bytes from the start of the data segment that have memory
-# behind them (the *mark*); nothing beyond is bound, read or written. It only rises. stopped: errno with
-# which reserving the rest ended for good, 0: it goes on, or is through.
+# The changing part of the header page. backed: the reserved size, bytes from the start of the data segment that
+# have memory; nothing beyond is bound, read or written. It only rises. stopped: errno with which reserving ended
+# for good, 0: it goes on, or is complete.
 LIVE_DTYPE = np.dtype(
     [
         ("pid", "<i8"),
@@ -140,7 +140,7 @@ U64 = npt.NDArray[np.uint64]
 
 @dataclass(frozen=True)
 class Geometry:
-    """What a server wants its arena to be; an arena is adopted only when these agree."""
+    """The shape of an arena; one is adopted only when its shape is the wanted one."""
 
     data_bytes: int
     chunk_size: int
@@ -180,7 +180,7 @@ class Geometry:
         return self.max_slots // self.slabs
 
     def differences(self, wanted: "Geometry") -> str:
-        """What differs from `wanted`, for people; "" when nothing does."""
+        """The differences from `wanted`, for people; "" when there are none."""
         words = {
             "data_bytes": "size in bytes",
             "chunk_size": "chunk size in tokens (0: auto)",
@@ -257,7 +257,7 @@ class Header:
 
     @classmethod
     def unpack(cls, page: bytes) -> "Header":
-        """Read a header page. Raises ValueError saying what is wrong with it."""
+        """Read a header page. Raises ValueError when it is damaged or of another format."""
         if len(page) < PAGE:
             raise ValueError(f"the header has {len(page)} of {PAGE} bytes")
         fields = _HEADER.unpack_from(page)
@@ -291,7 +291,7 @@ def cold_words(cold: Table) -> U64:
 
 
 def seal(hot: Table, cold: Table, rows: Rows) -> U64:
-    """Check words over what identifies `rows`, their place and generation. u64[len(rows)].
+    """Check words over identity, place and generation of `rows`. u64[len(rows)].
 
     Written at commit; a row whose state, key, offset or owner was damaged afterwards does not fit it.
     """

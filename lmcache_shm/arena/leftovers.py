@@ -2,7 +2,8 @@
 
 Living is what holds its lock: a server keeps one on its meta segment and one on its lock file. Looking takes
 nothing from a server that starts just then (see owner). Removal happens under that lock and by identity
-(device and inode), never by name alone.
+(device and inode), never by name alone. What is not a regular file (or socket) of this user is left alone, and
+not believed either: another user's lock says nothing about our instance.
 """
 
 import os
@@ -13,9 +14,20 @@ from pathlib import Path
 from typing import Literal
 
 from lmcache_shm.arena import memory
+from lmcache_shm.arena.errors import NotOurs
 from lmcache_shm.arena.layout import PAGE, Header
-from lmcache_shm.arena.owner import LOCK_SUFFIX, is_owned, same_file, try_lock
-from lmcache_shm.arena.segment import META_SUFFIX, PREFIX, owner_pid, unlink_if
+from lmcache_shm.arena.owner import (
+    LOCK_SUFFIX,
+    META_SUFFIX,
+    PREFIX,
+    foreign,
+    is_owned,
+    open_ours,
+    same_file,
+    segment_of,
+    try_lock,
+)
+from lmcache_shm.arena.segment import owner_pid, unlink_if
 
 SOCKET_SUFFIX = ".sock"
 
@@ -38,11 +50,33 @@ class Leftover:
     note: str
 
 
+@dataclass(frozen=True)
+class Foreign:
+    """A file in /dev/shm with a segment's name that is not ours. `why`: whose, or what it is."""
+
+    path: Path
+    nbytes: int
+    why: str
+    in_the_way_of: str
+    """The instance of ours whose name it has taken; "": none."""
+
+
 def leftovers(runtime_dir: Path) -> list[Leftover]:
     """Everything of ours (this uid) in /dev/shm and in the runtime directory, living or not."""
     found = list(_segments())
     live = {entry.instance for entry in found if entry.live}
     return found + list(_runtime_files(runtime_dir, live))
+
+
+def foreigners() -> list[Foreign]:
+    """Segments of other users, and whatever else has a segment's name."""
+    found = []
+    for path, facts in _in_dev_shm():
+        if why := foreign(facts):
+            uid, instance, _ = segment_of(path.name) or (-1, "", False)
+            taken = instance if uid == os.geteuid() else ""
+            found.append(Foreign(path, facts.st_size, why, taken))
+    return found
 
 
 def purge(entries: Iterable[Leftover]) -> list[Leftover]:
@@ -53,21 +87,24 @@ def purge(entries: Iterable[Leftover]) -> list[Leftover]:
     return [entry for entry in ordered if not entry.live and _remove(entry)]
 
 
-def _segments() -> Iterator[Leftover]:
-    folder = Path(memory.SHM_DIR)
-    for path in sorted(folder.glob(PREFIX + "*")):
+def _in_dev_shm() -> Iterator[tuple[Path, os.stat_result]]:
+    for path in sorted(Path(memory.SHM_DIR).glob(PREFIX + "*")):
         try:
-            facts = path.lstat()
+            yield path, path.lstat()
         except OSError:
             continue
-        if facts.st_uid != os.getuid() or not stat.S_ISREG(facts.st_mode):
+
+
+def _segments() -> Iterator[Leftover]:
+    for path, facts in _in_dev_shm():
+        uid, instance, is_meta = segment_of(path.name) or (-1, "", False)
+        if uid != os.geteuid() or foreign(facts):
             continue
-        name = path.name.removeprefix(PREFIX)
-        meta = path if name.endswith(META_SUFFIX) else path.with_name(path.name + META_SUFFIX)
+        meta = path if is_meta else path.with_name(path.name + META_SUFFIX)
         pid, live, note = _state_of(meta)
         yield Leftover(
-            "meta" if meta is path else "data",
-            name.removesuffix(META_SUFFIX),
+            "meta" if is_meta else "data",
+            instance,
             path,
             facts.st_size,
             facts.st_dev,
@@ -80,7 +117,10 @@ def _segments() -> Iterator[Leftover]:
 
 def _state_of(meta: Path) -> tuple[int, bool, str]:
     """(pid of the owner, whether it lives, what it is) of the instance with this meta segment."""
-    fd = _open(meta)
+    try:
+        fd = _open(meta)
+    except OSError as error:
+        return 0, True, f"cannot be looked at: {error.strerror}"
     if fd < 0:
         return 0, False, "data without a slot table"
     try:
@@ -109,7 +149,8 @@ def _runtime_files(folder: Path, live: set[str]) -> Iterator[Leftover]:
             facts = path.lstat()
         except OSError:
             continue
-        if facts.st_uid != os.getuid():
+        right = stat.S_ISSOCK if kind == "socket" else stat.S_ISREG
+        if facts.st_uid != os.geteuid() or not right(facts.st_mode):
             continue
         pid, held = _lock_state(path.with_suffix(LOCK_SUFFIX))
         alive = held or path.stem in live
@@ -121,7 +162,10 @@ def _runtime_files(folder: Path, live: set[str]) -> Iterator[Leftover]:
 
 def _lock_state(path: Path) -> tuple[int, bool]:
     """(pid, held) of a lock file."""
-    fd = _open(path)
+    try:
+        fd = _open(path)
+    except OSError:
+        return 0, True
     if fd < 0:
         return 0, False
     try:
@@ -139,7 +183,10 @@ def _remove(entry: Leftover) -> bool:
         "lock": entry.path,
         "socket": entry.path.with_suffix(LOCK_SUFFIX),
     }[entry.kind]
-    fd = _open(guard)
+    try:
+        fd = _open(guard)
+    except OSError:
+        return False
     try:
         if fd >= 0 and not (try_lock(fd) and same_file(fd, guard)):
             return False
@@ -150,7 +197,8 @@ def _remove(entry: Leftover) -> bool:
 
 
 def _open(path: Path) -> int:
+    """-1 when there is nothing of ours. Raises OSError when there is and it cannot be opened: it may be in use."""
     try:
-        return os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-    except OSError:
+        return open_ours(path, os.O_RDWR, "")
+    except (FileNotFoundError, NotOurs):
         return -1

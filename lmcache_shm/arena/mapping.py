@@ -26,22 +26,7 @@ from lmcache_shm.arena.layout import (
     Regions,
     Table,
 )
-from lmcache_shm.arena.memory import SHM_DIR
-from lmcache_shm.arena.owner import unlock
-
-PREFIX = "lmcache_shm."
-META_SUFFIX = ".meta"
-
-
-def segment_names(instance: str) -> tuple[str, str]:
-    """POSIX names of the data and the meta segment. Raises ArenaError for a name that cannot be one."""
-    if not instance or "/" in instance or "\0" in instance or instance.endswith(META_SUFFIX):
-        raise ArenaError(f"{instance!r} cannot be the name of an instance")
-    return f"/{PREFIX}{instance}", f"/{PREFIX}{instance}{META_SUFFIX}"
-
-
-def shm_path(name: str) -> Path:
-    return Path(SHM_DIR + name)
+from lmcache_shm.arena.owner import shm_path, unlock
 
 
 class Arena:
@@ -53,12 +38,19 @@ class Arena:
     """
 
     def __init__(
-        self, instance: str, data_fd: int, meta_fd: int, *, writable: bool, server: bool
+        self,
+        instance: str,
+        names: tuple[str, str],
+        data_fd: int,
+        meta_fd: int,
+        *,
+        writable: bool,
+        server: bool,
     ) -> None:
-        """Map what the descriptors refer to and close them (a server keeps both: the table's holds its lock,
+        """`names`: see `segment_names`. Map what the descriptors refer to and close them (a server keeps both: the table's holds its lock,
         through the data's it goes on reserving memory). Raises ArenaError."""
         self.instance = instance
-        self.data_name, self.meta_name = segment_names(instance)
+        self.data_name, self.meta_name = names
         self._lock_fd = -1
         self.data_fd = -1
         try:

@@ -1,9 +1,8 @@
-"""Real memory behind the arena: is there room, reserve it, touch it ahead of use.
+"""The arena's memory: check that there is room, reserve it, touch its pages ahead of use.
 
-Checked at once, for everything: is there room. Reserved at once: the table, and as much of the data as a
-moment allows. The rest follows in a thread (`reserve_rest`), in the order of the slabs, and only what is
-reserved is ever used: if somebody else takes the room meanwhile, the arena stays smaller than it was meant
-to be, and no write can end in SIGBUS.
+At the start the server checks that there is room for everything, and reserves the table and the first part of the
+data. A thread reserves the remaining data (`reserve_rest`), in the order of the slabs. Only reserved memory is
+used: if another process takes the room meanwhile, the arena stays smaller than planned, and no write ends in SIGBUS.
 """
 
 import ctypes
@@ -13,13 +12,13 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
 
 from lmcache_shm.arena.errors import ArenaError
-from lmcache_shm.arena.layout import PAGE
-
-if TYPE_CHECKING:
-    from lmcache_shm.arena.segment import Arena
+from lmcache_shm.arena.layout import PAGE, Table
 
 SHM_DIR = "/dev/shm"  # noqa: S108  (where POSIX shared memory lives, not a scratch file)
 PIECE = 256 << 20
@@ -27,10 +26,10 @@ PIECE = 256 << 20
 FIRST = 512 << 20
 """Bytes of data that a server reserves before it serves: a quarter of a second."""
 STEP = 32 << 20
-"""Bytes reserved at once behind its back: how far the end of a server may have to wait."""
+"""Bytes reserved in one call while the server serves; its end waits for at most one such call."""
 PREFAULT_PIECE = 8 << 20
 LOOK_S = 0.02
-"""Seconds between two looks at a mark that has not come far enough yet."""
+"""Seconds between two looks at a reserved size that is still too small."""
 _MADV_POPULATE_WRITE = 23  # Linux 5.14
 _UNLIMITED = 1 << 62
 _madvise = ctypes.CDLL(None, use_errno=True).madvise  # mmap.madvise keeps the GIL
@@ -40,9 +39,24 @@ Progress = Callable[[int, int], None]
 """(bytes done, bytes in all)"""
 
 
+class Reserved(Protocol):
+    """An arena whose memory is reserved step by step (see mapping.Arena)."""
+
+    data_fd: int
+    data_array: npt.NDArray[np.uint8]
+    live: Table
+
+    @property
+    def data_bytes(self) -> int: ...
+    @property
+    def backed_bytes(self) -> int: ...
+    @property
+    def growing(self) -> bool: ...
+
+
 @dataclass(frozen=True)
 class Limit:
-    """Something that bounds how much shared memory there can be."""
+    """A bound of new shared memory."""
 
     what: str
     free: int
@@ -50,7 +64,7 @@ class Limit:
 
 
 def limits() -> list[Limit]:
-    """What bounds new shared memory here: /dev/shm itself, memory cgroups, the host's memory."""
+    """The bounds of new shared memory: /dev/shm itself, memory cgroups, the host's memory."""
     found = []
     try:
         fs = os.statvfs(SHM_DIR)
@@ -77,8 +91,8 @@ def check_room(nbytes: int, bounds: Sequence[Limit] | None = None) -> None:
     bounds = limits() if bounds is None else bounds
     if bounds and (tightest := min(bounds, key=lambda limit: limit.free)).free < nbytes:
         raise ArenaError(
-            f"the arena and its table need {_size(nbytes)}, but {tightest.what} leaves "
-            f"{_size(tightest.free)}; {tightest.remedy}, or choose a smaller --l1-size-gb"
+            f"the arena and its table need {size(nbytes)}, but {tightest.what} leaves "
+            f"{size(tightest.free)}; {tightest.remedy}, or choose a smaller --l1-size-gb"
         )
 
 
@@ -99,9 +113,9 @@ def reserve(
                 progress(at + length, end)
     except OSError as error:
         if error.errno not in {errno.EFBIG, errno.ENOSPC, errno.ENOMEM}:
-            raise ArenaError(f"cannot reserve {_size(nbytes)}: {error.strerror}") from None
+            raise ArenaError(f"cannot reserve {size(nbytes)}: {error.strerror}") from None
         raise ArenaError(
-            f"cannot reserve {_size(nbytes)} in {SHM_DIR}: {error.strerror}; "
+            f"cannot reserve {size(nbytes)} in {SHM_DIR}: {error.strerror}; "
             f"{remedy(error.errno)}, or choose a smaller --l1-size-gb"
         ) from None
 
@@ -109,8 +123,8 @@ def reserve(
 def huge_pages(root: Path = Path("/")) -> str:
     """Huge pages in /dev/shm: never, advise, within_size or always.
 
-    The mount's own option says so; shmem_enabled, which governs shared memory without a mount, only counts
-    where it says "deny" or "force". With "within_size" and "always" reserving takes huge pages by itself;
+    The mount's own option decides; shmem_enabled, which governs shared memory without a mount, only counts
+    where it is "deny" or "force". With "within_size" and "always" reserving takes huge pages by itself;
     with "advise" it would have to touch them, which takes ten times as long, so there are none.
     """
     try:
@@ -130,23 +144,23 @@ def huge_pages(root: Path = Path("/")) -> str:
 
 
 def remedy(number: int) -> str:
-    """What to do about an errno with which reserving memory failed."""
+    """How to fix the error with which reserving memory failed, given its errno."""
     if number == errno.EFBIG:
         return "raise the file size limit (ulimit -f)"
     return f"make {SHM_DIR} larger (--shm-size, --ipc=host)"
 
 
 def whole(fd: int) -> bool:
-    """Whether every byte of a segment has memory behind it (in swap is as good)."""
+    """Whether every byte of a segment is reserved (in memory or in swap)."""
     facts = os.fstat(fd)
     return facts.st_blocks * 512 >= facts.st_size
 
 
-def secure(arena: "Arena") -> None:
-    """Server, after a restart: have memory behind all that the mark says. Raises ArenaError.
+def secure(arena: Reserved) -> None:
+    """Server, after a restart: reserve all bytes below the reserved size. Raises ArenaError.
 
-    The mark is a number that a dead server left, so it is made true rather than believed: what is reserved
-    already costs 40 ms a GB.
+    That size is a number that a dead server left, so its bytes are reserved again: 40 ms a GB where they are
+    reserved already.
     """
     arena.live["stopped"] = 0
     if whole(arena.data_fd):
@@ -157,12 +171,12 @@ def secure(arena: "Arena") -> None:
 
 
 def reserve_rest(
-    arena: "Arena", stop: threading.Event, progress: Progress | None = None
+    arena: Reserved, stop: threading.Event, progress: Progress | None = None
 ) -> OSError | None:
-    """Server: reserve what lies beyond the mark, raising it step by step, until `stop`.
+    """Server: reserve the remaining data, raising the reserved size step by step, until `stop`.
 
     The server goes on serving meanwhile. Returns the error that ended it for good (``live["stopped"]``), if
-    one did: what is reserved by then can be used.
+    one did; the bytes reserved by then can be used.
     """
     total, at = arena.data_bytes, arena.backed_bytes
     while at < total and not stop.is_set():
@@ -179,10 +193,10 @@ def reserve_rest(
     return None
 
 
-def prefault(arena: "Arena", threads: int, stop: threading.Event) -> list[threading.Thread]:
+def prefault(arena: Reserved, threads: int, stop: threading.Event) -> list[threading.Thread]:
     """Touch all reserved pages of the data segment in background threads, so that first use costs nothing.
 
-    They follow the mark. Contents are not changed, so serving may go on. Set `stop` and join the threads
+    They follow the reserved size. Contents are not changed, so serving may go on. Set `stop` and join the threads
     before `arena.close()`. Progress is in ``arena.live["prefaulted"]`` (bytes).
     """
     total = arena.data_bytes
@@ -267,5 +281,6 @@ def _meminfo(name: str) -> int | None:
     return None
 
 
-def _size(nbytes: int) -> str:
+def size(nbytes: int) -> str:
+    """Bytes for people: ``1.50 GiB``."""
     return f"{nbytes / 2**30:.2f} GiB" if nbytes >= 1 << 30 else f"{nbytes / 2**20:.1f} MiB"

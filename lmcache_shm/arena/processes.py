@@ -1,8 +1,8 @@
-"""Who is at the other end of a socket, and is that very process still there? (pids are reused)
+"""Processes: the peer of a socket, and whether that very process still runs (pids are reused).
 
-A process in a pid namespace that we cannot look into (a container beside ours) is out of sight: its pid
-reads as 0. From Linux 6.5 its socket still gives a pidfd, which tells when it has ended, but nothing tells
-whether it is stopped. On older kernels nothing is known of it.
+A process in a pid namespace that we cannot see (a container beside ours) has pid 0 for us. From Linux 6.5 its
+socket still gives a pidfd, which shows its end, but nothing shows whether it is stopped. On older kernels neither
+can be seen.
 """
 
 import itertools
@@ -25,15 +25,52 @@ def peer_credentials(sock: socket.socket) -> tuple[int, int]:
 
 def stat(pid: int) -> tuple[str, int]:
     """(state letter, start time in clock ticks since boot) from /proc; ("", 0) when there is none, ("?", 0)
-    when it cannot be read (no file descriptor): then nothing is known of it."""
+    when it cannot be read (no file descriptor, or /proc hides it): then nothing is known of it."""
     try:
         line = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
     except (FileNotFoundError, ProcessLookupError):
-        return "", 0
+        return ("?" if _is_hidden(pid) else ""), 0
     except OSError:
         return "?", 0
     fields = line.rpartition(")")[2].split()  # the command's name may hold anything
     return fields[0], int(fields[19])
+
+
+def _is_hidden(pid: int) -> bool:
+    """Whether a process that /proc does not show is there all the same, and this user's.
+
+    Mounted with hidepid, /proc shows a process with more capabilities than ours only to root. (It hides all of
+    other users, too; those are never peers of ours, so that one of them has a pid means: ours is gone.)
+    """
+    try:
+        os.kill(pid, 0)
+    except OSError:
+        return False
+    return pid > 0
+
+
+def start_time(pid: int) -> int:
+    """Start time of a process in clock ticks since boot; 0 when there is none, or nothing of it runs."""
+    state, start = stat(pid)
+    if state and state in "ZX":
+        # The first thread may have ended before the others: then the process looks like a zombie.
+        try:
+            threads = len(list(Path(f"/proc/{pid}/task").iterdir()))
+        except OSError:
+            return 0
+        return start if threads > 1 else 0
+    return start
+
+
+def process_alive(pid: int, start: int) -> bool:
+    """Whether the process with this pid and start time (0: unknown) still runs.
+
+    One that cannot be seen counts as running: pid ≤ 0 (another pid namespace), or no descriptor to look with.
+    """
+    if pid <= 0 or stat(pid)[0] == "?":
+        return True
+    now = start_time(pid)
+    return now != 0 and start in {0, now}
 
 
 class Process:
@@ -52,8 +89,8 @@ class Process:
         self.key = (pid, start) if pid > 0 else (0, _inode(pidfd) or -next(self._unknown))
 
     @property
-    def traceless(self) -> bool:
-        """Whether nothing will ever tell that it has ended."""
+    def unwatchable(self) -> bool:
+        """Whether its end cannot be seen."""
         return self.pid <= 0 and self._pidfd < 0
 
     @classmethod
@@ -68,14 +105,14 @@ class Process:
 
     @classmethod
     def of_record(cls, pid: int, start: int) -> "Process":
-        """A process that an earlier server wrote down."""
+        """A process in the client table of an earlier server."""
         process = cls(pid, start, _open(pid))
         if not process.alive():
             process.close()
         return process
 
     def alive(self) -> bool:
-        """False once it has ended, so that nothing of it can write any more. Out of sight counts as alive."""
+        """False once it has ended and cannot write any more. One that cannot be seen counts as alive."""
         if self._pidfd >= 0:
             poll = select.poll()
             poll.register(self._pidfd, select.POLLIN)
@@ -93,11 +130,11 @@ class Process:
     def running(self) -> bool:
         """Alive and not stopped (SIGSTOP, debugger): its copies are making progress or are over.
 
-        Out of sight it may be stopped. If its end will be seen, we wait for that; else it counts as running.
+        One that cannot be seen may be stopped. If its end can be seen, wait for that; else it counts as running.
         """
         if not self.alive():
             return False
-        return self.traceless if self.pid <= 0 else stat(self.pid)[0] not in {"T", "t", "?"}
+        return self.unwatchable if self.pid <= 0 else stat(self.pid)[0] not in {"T", "t", "?"}
 
     def same(self, other: "Process") -> bool:
         return self.key == other.key

@@ -1,4 +1,4 @@
-"""What stands where in a slot: the regions of the ranks, their checksums, the chunk's token ids.
+"""The bytes of one slot: the regions of the ranks, their checksums, the chunk's token ids.
 
     ┌──────────┬──────────┬─ ─ ─ ┬───────────┬─────────────┐
     │ region 0 │ region 1 │      │ checksums │ token bytes │
@@ -8,15 +8,19 @@
 Ranks that hold the same bytes (`replicas` neighbours) share a region.
 """
 
+import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import xxhash
 
-from lmcache_shm.protocol.keys import TOKEN
+from lmcache_shm.protocol.keys import PIECE, TOKEN
 
 ALIGN = 64
 CHECKSUM_BYTES = 8
+Bytes = npt.NDArray[np.uint8]
 Checked = tuple[int, int, int]
 """A region with a checksum: its offset in the slot, its bytes, the offset of its checksum."""
 
@@ -33,7 +37,7 @@ class SlotGeometry:
 
 
 def checks_number(checked: Sequence[Checked]) -> int:
-    """Says in 32 bits which bytes of a slot its checksums cover; never 0."""
+    """A 32-bit number for this layout of checksums (which bytes of a slot they cover); never 0."""
     return xxhash.xxh3_64_intdigest(repr([tuple(c) for c in checked]).encode()) & 0xFFFFFFFF or 1
 
 
@@ -66,3 +70,36 @@ def slot_geometry(region_bytes: Sequence[int], replicas: int, chunk_size: int) -
         if nbytes and rank % replicas == 0  # the first of the replicas writes
     ]
     return SlotGeometry(tokens + token_area(chunk_size), offsets, checksums, tokens, checked)
+
+
+def checksum(region: Bytes) -> int:
+    """The checksum of a region's bytes, u8[n] contiguous: 64-bit xxh3."""
+    return xxhash.xxh3_64_intdigest(region.data)
+
+
+def read_checksum(data: Bytes, at: int) -> int:
+    """The checksum kept at byte `at` of the arena's data."""
+    return int.from_bytes(data[at : at + CHECKSUM_BYTES].data, "little")
+
+
+def write_checksum(data: Bytes, at: int, value: int) -> None:
+    data[at : at + CHECKSUM_BYTES].view("<u8")[0] = value
+
+
+def same_tokens(
+    data: mmap.mmap, places: npt.NDArray[np.uint64], tokens: bytes | memoryview
+) -> bool:
+    """Whether slots hold the token bytes `tokens` of n chunks, packed. `places`: u64[n] byte offsets in `data`."""
+    if not len(places):
+        return not tokens
+    nbytes = len(tokens) // len(places)
+    starts = len(data) - nbytes + 1  # a slot's token bytes may start at any byte
+    if int(places.max()) >= starts:
+        return False
+    slots = np.ndarray((starts,), f"V{nbytes}", data, strides=(1,))
+    wanted = np.frombuffer(tokens, "<u4").reshape(len(places), -1)
+    some = max(2 * PIECE * TOKEN // nbytes, 1)
+    return all(
+        np.array_equal(slots[places[at : at + some]].view("<u4"), wanted[at : at + some].ravel())
+        for at in range(0, len(places), some)
+    )

@@ -8,7 +8,7 @@ import typer
 
 from lmcache_shm.arena.check import check as check_arena
 from lmcache_shm.arena.layout import SlotState
-from lmcache_shm.arena.leftovers import leftovers
+from lmcache_shm.arena.leftovers import foreigners, leftovers
 from lmcache_shm.arena.leftovers import purge as remove
 from lmcache_shm.arena.owner import runtime_dir, safe_dir
 from lmcache_shm.arena.segment import ArenaError, attach
@@ -194,7 +194,10 @@ def stop(
 
 @flags(INSTANCE)
 def purge(*, yes: Yes = False, as_json: Json = False, **given: Any) -> None:
-    """Remove what dead servers left behind (of one instance, if you name it): segments, sockets, locks."""
+    """Remove what dead servers left behind (of one instance, if you name it): segments, sockets, locks.
+
+    Only what is this user's; what is not is named and stays.
+    """
     config = server_config(given)
     folder = safe_dir(Path(config.runtime_dir)) if config.runtime_dir else runtime_dir()
     named = config.origins["instance"] != "default"
@@ -205,6 +208,9 @@ def purge(*, yes: Yes = False, as_json: Json = False, **given: Any) -> None:
     ]
     if dead and not as_json:
         print("\n".join(f"{size(e.nbytes):>9}  {e.path}  {e.note}" for e in dead))
+    if not as_json and not named:
+        for other in foreigners():
+            print(f"{size(other.nbytes):>9}  {other.path}  {other.why}: stays")
     if dead and not confirmed(f"Remove these {len(dead)} files?", yes=yes):
         raise CommandError("nothing was removed")
     removed = remove(dead)

@@ -97,6 +97,7 @@ def load(name: str) -> Any:
 
 def _run(command: Any, words: list[str], shown_as: str = NAME) -> int:
     """Run a click command; its exit status."""
+    from lmcache_shm.arena.errors import ArenaError  # noqa: PLC0415
     from lmcache_shm.config import ConfigError  # noqa: PLC0415
 
     try:
@@ -105,6 +106,13 @@ def _run(command: Any, words: list[str], shown_as: str = NAME) -> int:
         return _complain(str(error), 2)
     except CommandError as error:
         return _complain(str(error), error.status)
+    except ArenaError as error:
+        return _complain(str(error), 1)
+    except BrokenPipeError:
+        raise
+    except OSError as error:  # a file or a directory that this user may not read, write or enter
+        what = f"{error.filename}: {error.strerror}" if error.filename else str(error)
+        return _complain(what, 1)
     except Exception as error:
         # typer brings its own click or uses the installed one: recognised by shape, not by class.
         if hasattr(error, "format_message"):

@@ -21,9 +21,10 @@ import numpy as np
 import numpy.typing as npt
 
 from lmcache_shm.arena.segment import Arena, attach
+from lmcache_shm.arena.slot import same_tokens
 from lmcache_shm.cli.bench_results import Row, quantiles, row, samples
 from lmcache_shm.client.connection import Connection
-from lmcache_shm.protocol.keys import ChunkKeys, same_tokens, seed
+from lmcache_shm.protocol.keys import ChunkKeys, seed
 from lmcache_shm.protocol.messages import (
     PROTOCOL,
     Acquire,

@@ -11,13 +11,13 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from lmcache_shm.arena.job import JobKind
 from lmcache_shm.arena.layout import SlotState
 from lmcache_shm.cli.bench_results import samples
-from lmcache_shm.cli.bench_transfer import GENERATION, KIB, MIB, BenchArena, bench_arena
+from lmcache_shm.cli.bench_transfer import KIB, MIB, BenchArena, bench_arena, whole_slots
 from lmcache_shm.transfer.device import Device
-from lmcache_shm.transfer.engine import CopyItem, CopyJob, JobKind, PageRun
 from lmcache_shm.transfer.pages import Part, RawTensor, SlotLayout, group_pages
-from lmcache_shm.transfer.plan import Wish
+from lmcache_shm.transfer.plan import RequestedBackend
 from lmcache_shm.transfer.streams import StreamEngine
 
 PAGE_SIZES = tuple(kib * KIB for kib in (4, 8, 16, 32, 64, 256, 2048))
@@ -90,7 +90,7 @@ def peak(fixture: DeviceFixture, nbytes: int, rounds: int) -> dict[str, float]:
 
 
 def page_size_rows(
-    fixture: DeviceFixture, page: int, backends: Sequence[Wish], total: int, rounds: int
+    fixture: DeviceFixture, page: int, backends: Sequence[RequestedBackend], total: int, rounds: int
 ) -> list[Row]:
     """GB/s for scattered pages of one size in slots of about 32 MiB: a row per back end that can be had."""
     pages = max(1, 32 * MIB // (LAYERS * page))
@@ -134,11 +134,9 @@ def _backend_row(
     def copy(parts: dict[JobKind, slice]) -> None:
         for number, (kind, rows) in enumerate(parts.items()):
             arena.hot["state"][rows] = state[kind]
-            items = [
-                CopyItem(r, r * layout.region_bytes, GENERATION, 0, [PageRun(0, 0, ids[r])])
-                for r in range(*rows.indices(len(ids)))
-            ]
-            engine.submit(CopyJob(number, kind, items, 300.0))
+            slots = np.arange(len(ids))[rows]
+            job = whole_slots(number, kind, slots, layout.region_bytes, ids[rows])
+            engine.submit(job, job.offsets, deadline_s=300.0)
         engine.drain(300.0)
         for result in engine.poll():
             if not result.ok:
@@ -169,9 +167,9 @@ def crossover(rows: Sequence[Row]) -> dict[str, int]:
     return found
 
 
-def backends_of(device: Device) -> list[Wish]:
+def backends_of(device: Device) -> list[RequestedBackend]:
     """What can be measured on this device; ``auto`` is what engines use by default."""
-    found: list[Wish] = ["rows", "ranges", "auto"]
+    found: list[RequestedBackend] = ["rows", "ranges", "auto"]
     if device.has_kernel:
         found.insert(0, "kernel")
     if device.has_batch:

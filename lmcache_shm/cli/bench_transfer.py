@@ -20,10 +20,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from lmcache_shm.arena.job import PAGE_RUN, CopyJob, JobKind
 from lmcache_shm.arena.layout import HOT_DTYPE, SlotState
 from lmcache_shm.cli.bench_results import quiet
 from lmcache_shm.transfer.cpu import CpuEngine
-from lmcache_shm.transfer.engine import CopyItem, CopyJob, JobKind, PageRun
 from lmcache_shm.transfer.pages import Part, RawTensor, SlotLayout, group_pages
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -186,7 +186,7 @@ def measure_group(group: LayerGroup, rounds: int, threads: Sequence[int]) -> lis
     for row in rows:
         row["slot_mib"] = slot_bytes / MIB
         row["page_kib"] = group.page_bytes / 1024
-        row["lane_kib"] = kv.layout.parts[0].pages.lanes[0].nbytes / 1024
+        row["lane_kib"] = kv.layout.parts[0].pages.runs[0].nbytes / 1024
         row["slots"] = slots
     rows[0].update(first)
     rows[0]["first_store_ratio"] = first["first_store_gbs"] / rows[0]["memcpy_gbs"]
@@ -257,13 +257,27 @@ def _memcpy(
     list(pool.map(some, range(threads)))
 
 
+def whole_slots(
+    number: int,
+    kind: JobKind,
+    rows: npt.NDArray[np.int64],
+    region: int,
+    block_ids: npt.NDArray[np.int64],
+) -> CopyJob:
+    """A job for whole slots of object group 0, one part each; `block_ids`: [slots, pages]."""
+    runs = np.zeros(len(rows), PAGE_RUN)
+    runs["slot"], runs["count"] = np.arange(len(rows)), block_ids.shape[1]
+    generations = np.full(len(rows), GENERATION, np.uint64)
+    groups = np.zeros(len(rows), np.int32)
+    return CopyJob(
+        number, kind, b"", rows.astype(np.int32), rows * region, generations, groups, runs, block_ids.ravel()
+    )  # fmt: skip
+
+
 def _copy(engine: CpuEngine, arena: BenchArena, kv: KvMemory, region: int, kind: JobKind) -> None:
     arena.hot["state"] = SlotState.RESERVED if kind == "store" else SlotState.COMMITTED
-    items = [
-        CopyItem(slot, slot * region, GENERATION, 0, [PageRun(0, 0, ids)])
-        for slot, ids in enumerate(kv.block_ids)
-    ]
-    engine.submit(CopyJob(1, kind, items))
+    job = whole_slots(1, kind, np.arange(len(kv.block_ids)), region, kv.block_ids)
+    engine.submit(job, job.offsets)
     engine.drain(60.0)
     (result,) = engine.poll()
     if not result.ok:

@@ -17,7 +17,8 @@ from lmcache_shm.cli.command import INSTANCE, Json, flags, server_of
 from lmcache_shm.cli.formatting import count, duration, size
 from lmcache_shm.config import server_config
 from lmcache_shm.protocol.messages import List, ListReply, Status, StatusReply
-from lmcache_shm.server.catalog.namespaces import CatalogError, Namespace, NamespaceStore
+from lmcache_shm.server.catalog.groups import CatalogError, Namespace
+from lmcache_shm.server.catalog.namespaces import NamespaceStore
 
 SHOWN_IDS = 16
 SHORT = 12

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 from lmcache_shm.arena.errors import ArenaError
-from lmcache_shm.arena.leftovers import Leftover, leftovers
+from lmcache_shm.arena.leftovers import Leftover, foreigners, leftovers
 from lmcache_shm.arena.memory import SHM_DIR, Limit, check_room, limits
 from lmcache_shm.arena.memory import huge_pages as arena_pages
 from lmcache_shm.cli.formatting import size
@@ -84,6 +84,10 @@ def shared_memory(
             f"{SHM_DIR} has {size(total)}, the default of a container",
             "docker run --shm-size=64g …   (Compose: shm_size: 64g; Kubernetes: an emptyDir of medium "
             f"Memory at {SHM_DIR})",
+        )
+    elif not os.access(SHM_DIR, os.W_OK | os.X_OK):
+        yield problem(
+            area, f"{SHM_DIR} is not writable for uid {os.geteuid()}", f"chmod 1777 {SHM_DIR}"
         )
     else:
         yield ok(
@@ -251,6 +255,8 @@ def runtime_directory(path: Path, instance: str) -> Iterator[Finding]:
             "of one cache run as one user",
             elsewhere,
         )
+    elif facts.st_mode & 0o700 != 0o700:
+        yield problem(area, f"{path} has mode {facts.st_mode & 0o777:o}", f"chmod 700 {path}")
     elif facts.st_mode & 0o077:
         yield problem(
             area,
@@ -294,3 +300,13 @@ def examine_leftovers(folder: Path) -> Iterator[Finding]:
             yield note("leftovers", f"instance {instance}: {what}", "lmcache-shm purge")
     if not dead:
         yield ok("leftovers", "nothing of dead servers")
+    for other in foreigners():
+        text = f"{other.path} ({size(other.nbytes)}) {other.why}"
+        if other.in_the_way_of:
+            yield problem(
+                "leftovers",
+                f"{text}: no server of instance {other.in_the_way_of} can start",
+                f"have its owner remove it (rm -r {other.path}), or: lmcache-shm server --instance OTHER",
+            )
+        else:
+            yield ok("leftovers", f"{text}: it is left alone")

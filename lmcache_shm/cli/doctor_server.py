@@ -1,5 +1,6 @@
 """What `doctor` finds at a server: why none answers, or whether it is whole, is used, and helps."""
 
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,13 @@ from lmcache_shm.arena.processes import stat as process_stat
 from lmcache_shm.cli.command import connect
 from lmcache_shm.cli.doctor_host import Finding, note, ok, problem
 from lmcache_shm.cli.formatting import RESERVE_FIX, count, duration, percent, reserved_of, unshared
-from lmcache_shm.client.connection import ControlError, DeadlineExceeded, ProtocolError, Refused
+from lmcache_shm.client.connection import (
+    NOT_OURS,
+    ControlError,
+    DeadlineExceeded,
+    ProtocolError,
+    Refused,
+)
 from lmcache_shm.protocol.messages import Check, CheckReply, HelloReply, Status, StatusReply
 
 Snapshot = Mapping[str, Any]
@@ -23,6 +30,9 @@ ENOUGH_LOOKUPS = 3
 def no_answer(path: Path, instance: str, owner: int, error: ControlError) -> Iterator[Finding]:
     """Why no server answers for this instance. `owner`: pid of the arena's live owner, 0 if there is none."""
     area = "server"
+    if isinstance(error, Refused) and error.code == NOT_OURS:
+        yield problem(area, str(error), f"rm {path}, or another --runtime-dir")
+        return
     if isinstance(error, Refused | ProtocolError):
         yield problem(area, str(error), f"pip install lmcache-shm=={__version__}   (on both sides)")
         return
@@ -35,7 +45,9 @@ def no_answer(path: Path, instance: str, owner: int, error: ControlError) -> Ite
             f"kill {owner or 'PID'}, then start it again",
         )
     elif owner:
-        other = [p for p in _sockets() if p.name == f"{instance}.sock" and p != path]
+        other = [
+            p for p in _sockets() if p.name == f"{instance}.sock" and p != path and _ours(p.parent)
+        ]
         where = other[0].parent if other else Path("DIR")
         yield problem(
             area,
@@ -56,6 +68,13 @@ def no_answer(path: Path, instance: str, owner: int, error: ControlError) -> Ite
         yield problem(area, text, _start_line(instance))
         if path.exists():
             yield ok(area, f"{path} is left over; the next server replaces it")
+
+
+def _ours(folder: Path) -> bool:
+    try:
+        return folder.lstat().st_uid == os.geteuid()
+    except OSError:
+        return False
 
 
 def _start_line(instance: str) -> str:

@@ -1,6 +1,6 @@
 """``lmcache-shm probe MODEL``: the unified block size N, the KV cache groups, and what to type.
 
-vLLM's own configuration decides, in a process of its own (:mod:`lmcache_shm.vllm.resolve`): no
+vLLM's own configuration decides, in a process of its own (:mod:`lmcache_shm.vllm.probe.resolve`): no
 engine, no weights, no GPU. This module starts it, and turns its answer into advice.
 """
 
@@ -48,14 +48,20 @@ class Advice:
 
 
 def resolve(model: str, args: list[str], platform: str = "auto", timeout_s: float = 600) -> Any:
-    """Facts of :func:`lmcache_shm.vllm.model_facts.facts` for ``vllm serve MODEL ARGS``.
+    """Facts of :func:`lmcache_shm.vllm.probe.resolve.facts` for ``vllm serve MODEL ARGS``.
 
     Raises ProbeError with vLLM's own reason.
     """
     with tempfile.TemporaryDirectory(prefix="lmcache-shm-probe-") as folder:
         request, answer, log = (Path(folder) / name for name in ("request", "answer", "log"))
         request.write_text(json.dumps({"model": model, "args": args, "platform": platform}))
-        command = [sys.executable, "-m", "lmcache_shm.vllm.resolve", str(request), str(answer)]
+        command = [
+            sys.executable,
+            "-m",
+            "lmcache_shm.vllm.probe.resolve",
+            str(request),
+            str(answer),
+        ]
         with log.open("wb") as output:
             try:
                 subprocess.run(

@@ -13,12 +13,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from lmcache_shm.arena.errors import RuntimeDirError
-from lmcache_shm.arena.owner import safe_dir
+from lmcache_shm.arena.errors import ArenaError
+from lmcache_shm.arena.owner import open_ours, remove_ours
 from lmcache_shm.arena.processes import stat
 from lmcache_shm.client.connection import Connection, ControlError, Unavailable
 from lmcache_shm.client.reconnect import socket_path
-from lmcache_shm.config import Config
+from lmcache_shm.config import Config, ConfigError
 from lmcache_shm.protocol.messages import PROTOCOL, Hello
 
 ANSWER_S = 5.0
@@ -27,17 +27,16 @@ START_S = 30.0
 PER_GB_S = 2.0
 """Memory is reserved at the start, which takes a moment for each GiB."""
 # Run by an interpreter without site packages: starts the server and ends, so that the server's parent
-# is not the engine, which may kill its whole process tree.
+# is not the engine, which may kill its whole process tree. Its stderr is the server's log.
 _DETACH = """
 import subprocess, sys
-with open(sys.argv[1], "ab") as log:
-    print(subprocess.Popen(sys.argv[2:], stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-                           cwd="/", start_new_session=True).pid)
+print(subprocess.Popen(sys.argv[1:], stdin=subprocess.DEVNULL, stdout=sys.stderr,
+                       cwd="/", start_new_session=True).pid)
 """
 
 
 class AutostartError(RuntimeError):
-    """No server answers and none could be started; one line that says why."""
+    """No server answers and none could be started; one line with the reason."""
 
 
 def log_path(config: Config) -> Path:
@@ -53,15 +52,15 @@ def ensure_server(config: Config, timeout_s: float | None = None) -> int:
     if timeout_s is None:
         timeout_s = START_S + PER_GB_S * config.autostart_gb
     end = time.monotonic() + timeout_s
-    pid = _running(config)
-    if pid:
-        return pid
     try:
-        folder = safe_dir(socket_path(config).parent)
-    except RuntimeDirError as error:
+        if pid := _running(config):
+            return pid
+        with _turn(socket_path(config).with_suffix(".autostart"), end):
+            return _running(config) or _start(config, end)
+    except (ArenaError, ConfigError) as error:
         raise AutostartError(str(error)) from None
-    with _turn(folder / f"{config.instance}.autostart", end):
-        return _running(config) or _start(config, end)
+    except OSError as error:
+        raise AutostartError(f"cannot write {error.filename}: {error.strerror}") from None
 
 
 def _running(config: Config) -> int:
@@ -79,8 +78,8 @@ def _running(config: Config) -> int:
 
 @contextmanager
 def _turn(path: Path, end: float) -> Iterator[None]:
-    """Hold the lock on `path`. Raises AutostartError when others hold it until `end`."""
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    """Hold the lock on `path`. Raises AutostartError when others hold it until `end`, NotOurs, or OSError."""
+    fd = open_ours(path, os.O_RDWR | os.O_CREAT, f"remove it: rm -r {path}")
     try:
         while True:
             try:
@@ -99,15 +98,19 @@ def _turn(path: Path, end: float) -> Iterator[None]:
 
 def _start(config: Config, end: float) -> int:
     log = log_path(config)
-    log.unlink(missing_ok=True)
-    command = [sys.executable, "-I", "-S", "-c", _DETACH, str(log), *_server_command(config)]
+    remedy = f"remove it: rm -r {log}"
+    remove_ours(log, remedy)  # not emptied: an earlier server may still write into it
+    written = open_ours(log, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, remedy)
+    command = [sys.executable, "-I", "-S", "-c", _DETACH, *_server_command(config)]
     try:
         started = subprocess.run(
             command, env=_environment(), stdout=subprocess.PIPE, stdin=subprocess.DEVNULL,
-            check=True, timeout=ANSWER_S, text=True,
+            stderr=written, check=True, timeout=ANSWER_S, text=True,
         )  # fmt: skip
     except (OSError, subprocess.SubprocessError) as error:
         raise AutostartError(f"cannot start a server: {error}") from None
+    finally:
+        os.close(written)
     child = int(started.stdout)
     while True:
         # Looked at before the socket: a server that ended because another was faster leaves one that answers.

@@ -60,10 +60,8 @@ class CacheClient(Link):
     `on_connect` is called again.
     `on_registered(registered, hello)`, if given, runs there too, before the client is `up`.
 
-    Rows: what `step` reserved is this client's to commit or abort, once, even when the connection broke
-    in between. Rows of a broken connection cannot be committed any more; the client knows them and turns
-    their commit into an abort (counted as ``commit_lost``), so callers need not care. But jobs planned for
-    another `arena_id` must be forgotten by the caller: their rows mean nothing now.
+    Rows that `step` reserved belong to its registration. Rows of a broken connection cannot be committed any more;
+    those that are still being written are named in the next Register, and aborted under it (see `in_flight`).
     Leases of a broken connection are gone; releasing them is harmless.
     """
 
@@ -83,10 +81,7 @@ class CacheClient(Link):
         """By rank, what the workers say of themselves."""
         self._on_connect = on_connect
         self._on_registered = on_registered
-        self._mine: set[int] = set()  # rows reserved on this connection, not yet finished
-        self._in_doubt: set[int] = set()  # rows of broken connections whose copies may still run
         self._leases: set[int] = set()
-        self._doubt_arena = b""
         self._reported = time.monotonic()
 
     # ------------------------------------------------------------------------------------ serving
@@ -112,33 +107,27 @@ class CacheClient(Link):
         commit: Iterable[int] = (),
         abort: Iterable[int] = (),
         release: Iterable[int] = (),
+        registered: Registered | None = None,
     ) -> Stepped | None:
         """One batch of a scheduler step (see messages.Step). None: nothing was reserved or published, and
-        what was to be released is released with the connection."""
-        commit, abort, release = list(commit), list(abort), list(release)
+        what was to be released is released with the connection.
 
-        def ask(connection: Connection, left_s: float | None) -> Stepped:
-            finished = set(commit) | set(abort)
-            good = [row for row in commit if row in self._mine]
-            bad = [row for row in abort if row in self._mine]
-            bad += self._in_doubt & finished
-            self.counts["commit_lost"] += len(commit) - len(good)
+        `registered`: what the rows belong to. When another registration is in use by now, leases are released
+        and nothing else is done (None: whichever it is).
+        """
+        good, bad = pack_rows(commit), pack_rows(abort)
+
+        def ask(connection: Connection, left_s: float | None) -> Stepped | None:
+            current = registered is None or registered is self.registration
             leases = [lease for lease in release if lease in self._leases]
-            if not (reserve or good or bad or leases):
-                return Stepped(connection.hello.boot)
-            request = Step(reserve, pack_rows(good), pack_rows(bad), leases)
-            answer = connection.call(request, Stepped, left_s)
-            self._mine -= finished
-            self._in_doubt -= finished
-            self._leases.difference_update(leases)
-            self._mine.update(row for row in unpack_rows(answer.rows) if row >= 0)
-            return answer
+            answer = Stepped(connection.hello.boot)
+            if leases or (current and (reserve or good or bad)):
+                step = Step(reserve, good, bad, leases) if current else Step(release=leases)
+                answer = connection.call(step, Stepped, left_s)
+                self._leases.difference_update(leases)
+            return answer if current else None
 
-        answer = self._serve(ask)
-        if answer is None:
-            with self._lock:  # these copies are over, whatever became of the message
-                self._in_doubt.difference_update(commit, abort)
-        return answer
+        return self._serve(ask)
 
     def clear(self, salt: bytes | None = None) -> int | None:
         """Forget this engine's namespace (or one salt in it); the number of chunks, None on trouble."""
@@ -155,8 +144,8 @@ class CacheClient(Link):
         self.counts[reason] += n
 
     # ------------------------------------------------------------------------------------ inside
-    def _serve(self, ask: Callable[[Connection, float | None], R]) -> R | None:
-        """What `ask(connection, time left)` returns, within the deadline; None, counted, on any trouble."""
+    def _serve(self, ask: Callable[[Connection, float | None], R | None]) -> R | None:
+        """The result of `ask(connection, time left)`, within the deadline; None, counted, on any failure."""
         if not self.up:  # before the lock: a thread may be dialling or waiting
             self.counts["no_server"] += 1
             return None
@@ -186,19 +175,12 @@ class CacheClient(Link):
             self._lock.release()
 
     def _lost(self) -> None:
-        self._in_doubt |= self._mine
-        self._mine.clear()
         self._leases.clear()
-        self._doubt_arena = self.arena_id
 
     def _greet(self, connection: Connection) -> None:
         hello = connection.hello
         while True:
             request = self._on_connect(hello)
-            with self._lock:
-                if self._doubt_arena != hello.arena_id:
-                    self._in_doubt.clear()
-                request.busy_rows = pack_rows(self._in_doubt)
             request.facts = facts_digest(self.facts)
             answer = connection.call(request, Registered, HELLO_S)
             if answer.ready:
@@ -229,8 +211,7 @@ class CacheClient(Link):
 
 
 class WorkerClient(Link):
-    """Worker side: says that this rank is there, by holding a connection open, and maps the arena. `facts`: what
-    else it says of itself.
+    """Worker side: registers this rank, with its `facts`, by holding a connection open, and maps the arena.
 
     `on_attached(hello)`, if given, runs in the client's thread at each attachment, before `up`.
     """

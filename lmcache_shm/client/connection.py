@@ -22,6 +22,8 @@ from lmcache_shm.protocol.messages import (
 )
 
 R = TypeVar("R", bound=Message)
+NOT_OURS = "not_ours"
+"""Code of a Refused that this side says itself: what is at the socket's path is another user's."""
 _TIMEVAL = struct.Struct("@ll")
 _RECEIVE = 64 << 10
 
@@ -80,11 +82,18 @@ class Connection:
             connection._arm(deadline_s)  # bounds connect(), too: it waits when the backlog is full
             try:
                 sock.connect(path)
+            except PermissionError:
+                raise Refused(
+                    NOT_OURS, f"{path} belongs to another user, or is closed to this one"
+                ) from None
             except OSError as error:
                 raise Unavailable(f"no server at {path}: {error.strerror or error}") from None
             _, uid = peer_credentials(sock)
             if uid != os.geteuid():
-                raise Refused("refused", f"the server at {path} belongs to uid {uid}, not to you")
+                raise Refused(
+                    NOT_OURS,
+                    f"the server at {path} belongs to uid {uid}, not to uid {os.geteuid()}",
+                )
             connection.hello = connection.call(hello, HelloReply)
             if connection.hello.version != PROTOCOL:
                 raise ProtocolError(
@@ -108,7 +117,7 @@ class Connection:
             try:
                 self._send(frame(request), end)
             except BrokenPipeError:
-                pass  # who was turned away before it spoke still finds the reason in its buffer
+                pass  # refused before the greeting: the reason is in the receive buffer
             answer = decode_reply(self._receive(end))
         except BlockingIOError:
             raise DeadlineExceeded(f"no answer within {budget * 1e3:.0f} ms") from None
@@ -123,7 +132,7 @@ class Connection:
         raise ProtocolError(f"expected {reply.__name__}, got {type(answer).__name__}")
 
     def shutdown(self) -> None:
-        """End it from any thread: whoever waits on it wakes up. The owner still has to `close`."""
+        """End it from any thread, which wakes up the one that waits on it. The owner still has to `close`."""
         try:
             self.sock.shutdown(socket.SHUT_RDWR)
         except OSError:

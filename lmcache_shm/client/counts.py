@@ -3,6 +3,25 @@
 import threading
 from collections import Counter
 
+FAMILIES = {
+    "query_tokens": "Prompt tokens looked up in the arena beyond what the engine held itself.",
+    "hit_tokens": "Prompt tokens found in the arena.",
+    "misses": "Lookups that could not be served, by reason.",
+    "stored_chunks": "Chunks (per object group) that were given to the workers to store.",
+    "stores_skipped": "Chunks (per object group) that were not stored, by reason.",
+    "requests_recomputed": "Requests whose load failed and that were computed instead.",
+    "loads": "Loads that a worker ended well.",
+    "loads_failed": "Loads that failed, by reason.",
+    "loaded_bytes": "Bytes copied from the arena into KV cache blocks.",
+    "load_seconds": "Time from submitting a load to its end, summed.",
+    "stores": "Store jobs that a worker ended well.",
+    "stores_failed": "Store jobs that failed, by reason.",
+    "stored_bytes": "Bytes copied from KV cache blocks into the arena.",
+    "store_seconds": "Time from submitting a store to its end, summed.",
+    "errors": "Unexpected errors inside the connector.",
+}
+"""What each family counts."""
+
 
 class Counts:
     """What happened since the last `take`. Thread-safe: copies end in threads of their own."""

@@ -1,52 +1,61 @@
-"""Stores that are underway: which blocks they hold, which rows they fill, and when all ranks have reported.
+"""Stores in flight: from the reservation of their rows until every rank has reported and the rows are committed.
 
-Shared by the scheduler thread and the thread that settles stores while the engine is idle. Blocks are
-only released by the scheduler thread: vLLM's block pool is not thread-safe.
+An active engine flushes in its own steps. When it falls idle, a thread notices the last completions on the completion
+ring, commits them, and releases leases, so that a chunk can be found as soon as it is stored. Blocks are
+only released by the scheduler's thread: vLLM's block pool is not thread-safe.
+
+This object owns the reserved rows. What was reserved under one registration can be committed under no other: rows of a
+store that outlives its registration are named as `busy` to the next one, and aborted there once their copies have ended.
 """
 
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
+from lmcache_shm.arena.job import CopyJob
 from lmcache_shm.arena.layout import RING
-from lmcache_shm.client.registration import Epoch
+from lmcache_shm.client.client import CacheClient, unpack_rows
+from lmcache_shm.client.registration import Registration
+from lmcache_shm.protocol.messages import Reserve, Stepped
 
 RELEASE_S = 0.05
-"""A lease waits so long for a message that it can go with: no round trip between a load and its first token."""
+"""A lease release waits so long for a message that it can ride on: no round trip between a load and its first token."""
+POLL_S = 0.005
+IDLE_S = 0.02
+"""After this time without a step the thread takes over."""
 
 
 @dataclass(eq=False, slots=True)
-class StoreJob:
+class InFlightStore:
     """One request's stores of one step. `keys`: (object group, key) of each row.
 
     `everybody`: ranks that write nothing have to agree, too.
     """
 
-    id: int
-    epoch: Epoch
-    rows: list[int]
+    job: CopyJob
+    registration: Registration
     keys: list[tuple[int, bytes]]
     blocks: list[Any]
     everybody: bool = False
     refused: set[int] = field(default_factory=set)
-    """Ranks that could not begin."""
+    """Ranks that did not begin the job."""
 
 
 @dataclass(slots=True)
-class Settlement:
-    """Messages for the server that can go with the next step: all of one epoch's."""
+class Flush:
+    """What is due to be sent under one registration."""
 
     commit: list[int] = field(default_factory=list)
     abort: list[int] = field(default_factory=list)
     release: list[int] = field(default_factory=list)
     """Leases."""
     since: float = 0.0
-    """When the oldest of them was given back, monotonic."""
+    """When the oldest of them was released, monotonic."""
 
     def __bool__(self) -> bool:
         return bool(self.commit or self.abort or self.release)
@@ -58,51 +67,86 @@ class Settlement:
         return bool(alone) and time.monotonic() - self.since < RELEASE_S
 
 
-class StoreBook:
-    """Thread-safe."""
+class InFlightStores:
+    """Thread-safe. `latest()` is the last registration there was, also while its server is away."""
 
-    def __init__(self) -> None:
+    def __init__(self, client: CacheClient, latest: Callable[[], Registration | None]) -> None:
+        self._client = client
+        self._latest = latest
+        # Held from the look at the ring until the answer is there: else a row could be reserved anew between
+        # the look that finds it finished and the message that commits it.
+        self._flushing = threading.RLock()
         self._lock = threading.Lock()
-        self._jobs: dict[int, StoreJob] = {}
-        self._loads: dict[int, Epoch] = {}
+        self._stores: dict[int, InFlightStore] = {}
+        self._loads: dict[int, Registration] = {}
+        self._ended: deque[InFlightStore] = deque()
         self._next_id = 1
-        self.ended: deque[StoreJob] = deque()
-        """No copy reads their blocks any more, but the block pool does not know yet."""
-        self._released: list[int] = []  # leases to give back
-        self._since = 0.0  # when the first of them came
+        self._granted: set[int] = set()
+        """Rows that were reserved, and whose store is not entered yet."""
+        self._leases: list[int] = []
+        self._lease_since = 0.0
+        self._stepped = 0.0
+        self._closed = False
+        self._wanted = threading.Event()
+        self._thread: threading.Thread | None = None
 
+    # ------------------------------------------------------------------------------------ state
     @property
-    def busy(self) -> bool:
-        """Whether a store is underway."""
-        return bool(self._jobs)
+    def storing(self) -> bool:
+        """Whether a store is in flight."""
+        return bool(self._stores)
 
     @property
     def loading(self) -> bool:
-        """Whether a rank has yet to report a load on the board; vLLM may hear of its end later."""
+        """Whether a rank has yet to report a load on the completion ring; vLLM may hear of its end later."""
         with self._lock:
-            return not all(_reported_by_all(epoch, number) for number, epoch in self._loads.items())
+            return not all(
+                _reported_by_all(registration, number)
+                for number, registration in self._loads.items()
+            )
 
     @property
-    def holding(self) -> bool:
-        """Whether blocks are held that the scheduler's thread will have to release."""
-        return bool(self._jobs or self.ended)
+    def ended(self) -> bool:
+        """Whether there are blocks that no copy reads any more and that were not released yet."""
+        return bool(self._ended)
 
     @property
-    def untold(self) -> bool:
-        """Whether there is, or will be, something to tell the server."""
-        return bool(self._jobs or self._released)
+    def due(self) -> bool:
+        """Whether there is, or will be, something to send."""
+        return bool(self._stores or self._leases)
+
+    @property
+    def next_id(self) -> int:
+        """Id of the job that is added next."""
+        return self._next_id
 
     def has_room(self, jobs: int) -> bool:
-        """Whether so many more can be told apart on the board from all that are underway."""
+        """Whether so many more can be told apart on the completion ring from all that are in flight."""
         with self._lock:
-            oldest = min((*self._jobs, *self._loads), default=self._next_id)
+            oldest = min((*self._stores, *self._loads), default=self._next_id)
             return self._next_id + jobs - oldest <= RING
 
-    def open_load(self, epoch: Epoch) -> int:
-        """The number of a load, until `close_load`. It is reported on the same board as stores."""
+    def held_alone(self) -> bool:
+        """Whether a copy keeps a block from being free that nobody else uses."""
+        with self._lock:
+            return any(block.ref_cnt == 1 for s in self._stores.values() for block in s.blocks)
+
+    def busy(self, arena_id: bytes) -> list[int]:
+        """Rows of this arena that workers may still be writing. For a new registration: it must abort each of them."""
+        with self._flushing, self._lock:
+            stores = [s for s in self._stores.values() if s.job.arena_id == arena_id]
+            rows = {row for s in stores for row in s.job.rows.tolist()}
+            latest = self._latest()
+            if latest is not None and latest.arena_id == arena_id:
+                rows.update(self._granted)
+            return sorted(rows)
+
+    # ------------------------------------------------------------------------------------ changes
+    def open_load(self, registration: Registration) -> int:
+        """The id of a load, until `close_load`. It is reported on the same ring as stores."""
         with self._lock:
             number, self._next_id = self._next_id, self._next_id + 1
-            self._loads[number] = epoch
+            self._loads[number] = registration
         return number
 
     def close_load(self, number: int) -> None:
@@ -110,99 +154,161 @@ class StoreBook:
         with self._lock:
             del self._loads[number]
 
-    def open(
+    def add(
         self,
-        epoch: Epoch,
-        rows: list[int],
+        registration: Registration,
+        job: CopyJob,
         keys: list[tuple[int, bytes]],
         blocks: list[Any],
         *,
         everybody: bool = False,
-    ) -> StoreJob:
-        """Enter a job; its blocks must be held already."""
+    ) -> None:
+        """Enter the job `next_id`; its blocks must be held already. `everybody`: see InFlightStore."""
         with self._lock:
-            job = StoreJob(self._next_id, epoch, rows, keys, blocks, everybody)
+            store = InFlightStore(job, registration, keys, blocks, everybody)
+            self._stores[job.id] = store
             self._next_id += 1
-            self._jobs[job.id] = job
-        return job
+            self._granted.difference_update(job.rows.tolist())
 
     def refuse(self, ranks_by_job: dict[int, set[int]]) -> None:
-        """Ranks say that they did not begin these jobs, since their arena is not mapped any more."""
+        """Ranks did not begin these jobs, since their arena is not mapped any more."""
         with self._lock:
             for number, ranks in ranks_by_job.items():
-                if number in self._jobs:
-                    self._jobs[number].refused |= ranks
+                if number in self._stores:
+                    self._stores[number].refused |= ranks
 
-    def give_back(self, lease: int) -> None:
-        """Release a lease with the next message, or by one of its own after RELEASE_S."""
+    def release(self, lease: int) -> None:
+        """Release a lease with the next message, or after RELEASE_S by one of its own."""
         with self._lock:
-            if not self._released:
-                self._since = time.monotonic()
-            self._released.append(lease)
+            if not self._leases:
+                self._lease_since = time.monotonic()
+            self._leases.append(lease)
 
-    def put_off(self, message: Settlement) -> None:
-        """Its leases are released another time."""
-        with self._lock:
-            self._released[:0] = message.release
-            self._since = message.since
-
-    def settle(self, epoch: Epoch | None) -> Settlement:
-        """Look at the boards; what is to be told to the server of `epoch` now, each thing once.
-
-        Rows of jobs of another arena are forgotten. Rows of an earlier epoch in the same arena are
-        still named: the client knows that they cannot be committed any more.
-        """
-        message = Settlement()
-        with self._lock:
-            for job, good in self._reported():
-                del self._jobs[job.id]
-                self.ended.append(job)
-                if epoch is None or job.epoch.arena_id != epoch.arena_id:
-                    continue
-                (message.commit if good else message.abort).extend(job.rows)
-                if good and job.epoch is epoch:
-                    for group, key in job.keys:
-                        epoch.remember(group, key)
-            message.release, self._released = self._released, []
-            message.since = self._since
-        return message
-
-    def ended_blocks(self) -> list[Any]:
+    def take_ended_blocks(self) -> list[Any]:
         """Blocks that no copy reads any more, in the order in which they should be evicted. Once each."""
         with self._lock:
-            ended, self.ended = list(self.ended), deque()
-        return [block for job in ended for block in reversed(job.blocks)]
+            ended, self._ended = list(self._ended), deque()
+        return [block for store in ended for block in reversed(store.blocks)]
 
-    def held_alone(self) -> bool:
-        """Whether a copy keeps a block from being free that nobody else uses."""
+    # ------------------------------------------------------------------------------------ flush
+    def flush(
+        self,
+        reserve: Callable[[Registration | None], Reserve | None] = lambda _: None,
+        *,
+        defer: bool = False,
+    ) -> Stepped | None:
+        """Commit and abort what has ended and release leases, in one message. Any thread.
+
+        `reserve(registration)`, called in between, may add a reservation under the registration in use: then the
+        answer is returned (None: nothing was reserved). `defer`: leases alone may wait for the next message.
+        """
+        with self._flushing:
+            registration = self._latest()
+            message = self._collect(registration)
+            wanted = reserve(registration)
+            if registration is None or not (wanted or message):
+                return None
+            if defer and wanted is None and message.can_wait:
+                self._defer(message)
+                return None
+            answer = self._client.step(
+                wanted, message.commit, message.abort, message.release, registration.registered
+            )
+            if wanted is None or answer is None:
+                return None
+            self._granted = {row for row in unpack_rows(answer.rows) if row >= 0}
+            return answer
+
+    def stepped(self) -> None:
+        """The scheduler flushes itself for now."""
+        self._stepped = time.monotonic()
+
+    def wake(self) -> None:
+        """There may be something to flush. Scheduler's thread only."""
+        if self._wanted.is_set() or not self.due:
+            return
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="lmcache-shm-flush", daemon=True)
+            self._thread.start()
+        self._wanted.set()
+
+    def close(self) -> None:
+        self._closed = True
+        self._wanted.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    # ------------------------------------------------------------------------------------ inside
+    def _run(self) -> None:
+        while True:
+            self._wanted.wait()
+            while not self._closed and self.due:
+                if time.monotonic() - self._stepped > IDLE_S:
+                    self.flush()
+                time.sleep(POLL_S)
+            self._wanted.clear()
+            if self._closed:
+                return
+            if self.due:  # it came between the last look and clear()
+                self._wanted.set()
+
+    def _collect(self, registration: Registration | None) -> Flush:
+        """Look at the completion rings; what is to be sent under `registration` now, each thing once."""
+        message = Flush()
         with self._lock:
-            return any(block.ref_cnt == 1 for job in self._jobs.values() for block in job.blocks)
+            for store, good in self._reported():
+                del self._stores[store.job.id]
+                self._ended.append(store)
+                rows = store.job.rows.tolist()
+                if store.registration is registration:
+                    (message.commit if good else message.abort).extend(rows)
+                    for group, key in store.keys if good else ():
+                        registration.remember(group, key)
+                elif good and registration and store.job.arena_id == registration.arena_id:
+                    self._client.count("commit_lost", len(rows))
+            if registration is not None and registration.busy:
+                message.abort += self._no_longer_busy(registration)
+            message.release, self._leases = self._leases, []
+            message.since = self._lease_since
+        return message
 
-    def _reported(self) -> Iterable[tuple[StoreJob, bool]]:
-        """Jobs that every rank that has to has reported, and whether all of them succeeded."""
-        if not self._jobs:
-            return []
-        alike: dict[tuple[Epoch, bool], list[StoreJob]] = {}
-        for job in self._jobs.values():
-            alike.setdefault((job.epoch, job.everybody), []).append(job)
-        found: list[tuple[StoreJob, bool]] = []
-        for (epoch, everybody), jobs in alike.items():
-            reporting = np.arange(epoch.place.world) if everybody else epoch.writers
-            ids = np.array([job.id for job in jobs], np.uint64)
-            board = epoch.arena.boards[epoch.place.client]
-            cells = board[np.ix_(reporting, (ids % np.uint64(RING)).astype(np.intp))]
-            told = cells >> np.uint64(1) == ids
-            good = told & (cells & np.uint64(1) == 1)
-            for i, job in enumerate(jobs):
-                ranks = told[:, i]
-                if job.refused:
-                    ranks = ranks | np.isin(reporting, list(job.refused))
+    def _no_longer_busy(self, registration: Registration) -> list[int]:
+        """Rows that were busy when it registered, and whose copies have ended by now."""
+        copying = {row for store in self._stores.values() for row in store.job.rows.tolist()}
+        over = registration.busy - copying
+        registration.busy -= over
+        return sorted(over)
+
+    def _defer(self, message: Flush) -> None:
+        with self._lock:
+            self._leases[:0] = message.release
+            self._lease_since = message.since
+
+    def _reported(self) -> Iterable[tuple[InFlightStore, bool]]:
+        """Stores that every rank that has to has reported, and whether all of them succeeded."""
+        alike: dict[tuple[Registration, bool], list[InFlightStore]] = {}
+        for store in self._stores.values():
+            alike.setdefault((store.registration, store.everybody), []).append(store)
+        found: list[tuple[InFlightStore, bool]] = []
+        for (registration, everybody), stores in alike.items():
+            reporting = np.arange(registration.place.world) if everybody else registration.writers
+            ids = np.array([store.job.id for store in stores], np.uint64)
+            ring = registration.arena.boards[registration.place.client]
+            cells = ring[np.ix_(reporting, (ids % np.uint64(RING)).astype(np.intp))]
+            reported = cells >> np.uint64(1) == ids
+            good = reported & (cells & np.uint64(1) == 1)
+            for i, store in enumerate(stores):
+                ranks = reported[:, i]
+                if store.refused:
+                    ranks = ranks | np.isin(reporting, list(store.refused))
                 if ranks.all():
-                    found.append((job, bool(good[:, i].all())))
+                    found.append((store, bool(good[:, i].all())))
         return found
 
 
-def _reported_by_all(epoch: Epoch, number: int) -> bool:
+def _reported_by_all(registration: Registration, number: int) -> bool:
     """Whether every rank has reported job `number`, in whichever way it ended."""
-    cells = epoch.arena.boards[epoch.place.client, : epoch.place.world, number % RING]
+    cells = registration.arena.boards[
+        registration.place.client, : registration.place.world, number % RING
+    ]
     return bool((cells >> np.uint64(1) == np.uint64(number)).all())

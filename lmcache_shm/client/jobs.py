@@ -1,56 +1,17 @@
-"""A copy job as the scheduler plans it, for all ranks. Numbers only: it is pickled and broadcast."""
+"""What a step has to copy, as the scheduler's process hands it to the workers. Pickled and broadcast: numbers only."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-BlockIds = npt.NDArray[np.int64]
+from lmcache_shm.arena.job import CopyJob
+from lmcache_shm.arena.slot import CHECKSUM_BYTES
 
-Run = tuple[int, int, BlockIds]
-"""KV cache group, index of the first page among the part's stored pages, blocks."""
-
-
-@dataclass(slots=True, frozen=True)
-class Adapter:
-    """A LoRA adapter as the workers have loaded it."""
-
-    id: int
-    """The engine's."""
-    digest: bytes
-    """Of its content on all ranks: the same in every engine that has loaded the same."""
-    contents: tuple[int, ...]
-    """By rank: which of the contents that were loaded under this id one after the other."""
-    path: str
-    reloads: bool = False
-    """Whether the engine reads it anew for each step of the request."""
-
-
-@dataclass(slots=True)
-class SlotCopy:
-    """Pages of one slot and the blocks they belong to."""
-
-    row: int
-    offset: int
-    """Where the slot begins in the arena, in bytes."""
-    generation: int
-    group: int
-    """Object group."""
-    runs: list[Run]
-
-
-@dataclass(slots=True)
-class Job:
-    """Slots that succeed or fail together. Stores and loads are counted together, from 1."""
-
-    id: int
-    arena_id: bytes
-    slots: list[SlotCopy]
-    req_id: str = ""
-    """Of a load: the request that waits for it."""
-    adapter: Adapter | None = None
-    """What the bytes were computed with. A worker that has loaded another content refuses the job."""
+Offsets = npt.NDArray[np.int64]
+"""One arena offset per slot of a job."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -72,14 +33,30 @@ class Place:
         """Ranks of the engine."""
         return len(self.region_offsets[0])
 
+    def on_rank(
+        self, job: CopyJob, rank: int, writer: int, checks: npt.NDArray[Any]
+    ) -> tuple[Offsets, Offsets | None]:
+        """Where the region of `rank` begins in each slot of a job; where its checksum is (-1: nowhere), if any has one.
+
+        `writer`: the rank that writes its checksum (replicas share a region). `checks`: column of the slot table.
+        """
+        regions = job.offsets + np.asarray(self.region_offsets)[job.groups, rank]
+        if self.checksum == "off" or (self.checksum == "store" and job.kind == "load"):
+            return regions, None
+        checksums = job.offsets + np.asarray(self.checksum_offset)[job.groups]
+        checksums += CHECKSUM_BYTES * writer
+        if job.kind == "load":  # earlier servers may have committed slots without checksums
+            checksums[checks[job.rows] == 0] = -1
+        return regions, checksums
+
 
 @dataclass
 class StepCopies:
     """One step's copies. `places` has an entry for each arena that a job names."""
 
-    stores: list[Job] = field(default_factory=list)
-    loads: list[Job] = field(default_factory=list)
-    doomed: list[str] = field(default_factory=list)
+    stores: list[CopyJob] = field(default_factory=list)
+    loads: list[CopyJob] = field(default_factory=list)
+    failed: list[str] = field(default_factory=list)
     """Requests whose load cannot be carried out: to be reported as failed at once."""
     places: dict[bytes, Place] = field(default_factory=dict)
     weights: dict[int, int] = field(default_factory=dict)

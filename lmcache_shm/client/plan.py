@@ -1,4 +1,4 @@
-"""What is stored as one object, in chunks of how many tokens; and what must be refused at the start.
+"""The cache plan: KV cache groups and their rules, how they are cut into objects, and which models must be refused.
 
 A chunk's object holds, for each KV cache group in it, one *part*::
 
@@ -7,16 +7,57 @@ A chunk's object holds, for each KV cache group in it, one *part*::
     recurrent             one page: the state after the chunk's last token
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lmcache_shm.client.groups import IgnoredGroup, KVGroup, ModelError, unified_block_size
 from lmcache_shm.protocol.rules import ChunkedLocal, Full, Recurrent, Rule, Window, rule_words
 
 AUTO_FROM = 256
 """``--chunk-size auto`` is the smallest admissible size from here on."""
 SHOWN = 4
 """Admissible sizes that an error names."""
+
+
+class ModelError(ValueError):
+    """This model, or the way it is started, cannot be cached; one line with what to change."""
+
+
+@dataclass(frozen=True)
+class KVGroup:
+    """A KV cache group that is cached."""
+
+    index: int
+    """Its place in ``kv_cache_config.kv_cache_groups`` and in block tables."""
+    rule: Rule
+    block_size: int
+    """Tokens that one block id covers (all ranks of context parallelism together)."""
+    layers: tuple[str, ...]
+    """Of this rank's pipeline stage; may be empty there."""
+    kind: str
+
+    @property
+    def recurrent(self) -> bool:
+        return isinstance(self.rule, Recurrent)
+
+    def __str__(self) -> str:
+        reach = {Window: "window ", ChunkedLocal: "span "}.get(type(self.rule), "")
+        tokens = f", {reach}{getattr(self.rule, 'tokens', '')}" if reach else ""
+        return f"{self.kind}{tokens}, block {self.block_size}, {len(self.layers)} layers"
+
+
+@dataclass(frozen=True)
+class IgnoredGroup:
+    """A KV cache group that no later request could use, and why."""
+
+    index: int
+    layers: tuple[str, ...]
+    why: str
+
+
+def unified_block_size(groups: Sequence[KVGroup]) -> int:
+    """N: the smallest number of tokens that ends a block in every group."""
+    return math.lcm(*(group.block_size for group in groups))
 
 
 @dataclass(frozen=True)

@@ -124,7 +124,7 @@ class Link:
 
     # -------------------------------------------------------------------------- for the subclasses
     def _greet(self, connection: Connection) -> None:
-        """What makes a fresh connection usable (attach, register). Raises ControlError or ValueError."""
+        """Make a fresh connection usable (attach, register). Raises ControlError or ValueError."""
         raise NotImplementedError
 
     def _lost(self) -> None:
@@ -149,7 +149,7 @@ class Link:
         if self.arena is not None and bytes(self.arena.arena_id) == hello.arena_id:
             return
         try:
-            arena = attach(hello.instance, writable_data=True)
+            arena = attach(hello.instance, writable_data=True, names=(hello.data, hello.meta))
         except (ArenaError, OSError) as error:
             raise Unavailable(
                 f"cannot map the arena of instance {hello.instance}: {error} (in a container: "
@@ -239,7 +239,7 @@ class Link:
         log.log(logging.WARNING if warn else logging.INFO, "lmcache_shm: %s", message)
 
     def _forked(self) -> None:
-        """In a forked child: the socket is the parent's. Close our copy of it, say nothing on it."""
+        """In a forked child: the socket is the parent's. Close our copy of it, send nothing on it."""
         for connection in (self._connection, self._dialling):
             if connection is not None:
                 connection.close()

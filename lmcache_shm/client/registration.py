@@ -1,43 +1,47 @@
-"""One registration with one server: the arena, the namespace, and what is known to be stored in it."""
+"""One registration with one server: the arena, the namespace, and keys that are known to be stored in it."""
 
-import itertools
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from lmcache_shm.arena.segment import Arena
+from lmcache_shm.client.client import unpack_rows
 from lmcache_shm.client.jobs import Place
 from lmcache_shm.client.plan import CachePlan
 from lmcache_shm.protocol.keys import seed
-from lmcache_shm.protocol.messages import HelloReply, Registered
+from lmcache_shm.protocol.messages import HelloReply, Register, Registered
 
 KNOWN_LIMIT = 1 << 16
 """Keys remembered per object group; when there are more, all are forgotten."""
 
-_numbers = itertools.count(1)
-
 
 @dataclass(eq=False)
-class Epoch:
+class Registration:
     """Everything that becomes void when the server restarts (`boot`) or the arena is replaced.
 
-    Rows, leases and keys of one epoch mean nothing in another. `known[g]` are keys that this engine has
+    Rows, leases and keys of one registration mean nothing in another. `known[g]` are keys that this engine has
     seen stored in object group g; an evicted one may still be among them.
     """
 
-    boot: bytes
+    registered: Registered
     arena: Arena
     plan: CachePlan
     seed: bytes
-    namespace: int
-    token_offset: list[int]
     place: Place
     writers: np.ndarray
     """Ranks that copy when something is stored: one of each set of replicas."""
-    known: list[set[bytes]] = field(default_factory=list)
-    number: int = field(default_factory=lambda: next(_numbers))
+    busy: set[int]
+    """Rows that were named as busy, and that are to be aborted once their copies have ended."""
+    known: list[set[bytes]]
     weights: str = ""
     """What the engine had in memory (`Weights.identity`) when the namespace was chosen."""
+    boot: bytes = field(init=False)
+    namespace: int = field(init=False)
+    token_offset: list[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.boot, self.namespace = self.registered.boot, self.registered.namespace
+        self.token_offset = self.registered.token_offset
 
     @classmethod
     def of(
@@ -46,11 +50,9 @@ class Epoch:
         hello: HelloReply,
         arena: Arena,
         plan: CachePlan,
-        descriptor: bytes,
-        world: int,
-        replicas: int,
-        weights: str,
-    ) -> "Epoch":
+        register: Register,
+        weights: str = "",
+    ) -> "Registration":
         place = Place(
             registered.client,
             registered.region_offsets,
@@ -59,14 +61,13 @@ class Epoch:
             plan.chunk_size,
         )
         return cls(
-            boot=registered.boot,
+            registered=registered,
             arena=arena,
             plan=plan,
-            seed=seed(descriptor),
-            namespace=registered.namespace,
-            token_offset=registered.token_offset,
+            seed=seed(register.descriptor),
             place=place,
-            writers=np.arange(0, world, replicas),
+            writers=np.arange(0, register.world, register.replicas),
+            busy=set(unpack_rows(register.busy_rows)),
             known=[set() for _ in plan.groups],
             weights=weights,
         )

@@ -1,57 +1,62 @@
-"""Chain keys: 128-bit xxh3 over (parent key, the chunk's token bytes, the chunk's extra identity).
+"""Namespace descriptors, and chain keys: 128-bit xxh3 over (parent key, token bytes, extra identity).
 
-The same bytes in every process and every run. Token bytes are the ids as little-endian u32, so every
-chunk has the same number of them. Not collision-proof: a hit is confirmed by the token bytes in the
-slot and by `extra_digest`.
+A descriptor lists everything that must match for bytes to be exchangeable; its hash is the parent key of all
+first chunks. Keys are the same bytes in every process and every run. Token bytes are the ids as little-endian
+u32, so every chunk has the same number of them. Keys are not collision-proof: a hit is confirmed by the token
+bytes in the slot and by `extra_digest`.
 """
 
 import hashlib
-import mmap
+import json
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import xxhash
 
-KEY = 16
-"""Bytes of a key."""
+from lmcache_shm.protocol.messages import KEY
+
 NO_DIGEST = bytes(KEY)
 TOKEN = 4
 """Bytes of a token id."""
 PIECE = 8192
-"""Tokens that are encoded at a time."""
+"""Tokens encoded at a time."""
 
 _digest = xxhash.xxh3_128_digest
 
 
-def seed(namespace: bytes) -> bytes:
-    """The parent key of every first chunk in the namespace with this canonical descriptor."""
-    return _digest(namespace)
+def canonical(facts: Mapping[str, Any]) -> bytes:
+    """The descriptor of a namespace: sorted JSON, the same bytes for equal facts."""
+    text = json.dumps(
+        facts, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False
+    )
+    return text.encode()
+
+
+def describe(descriptor: bytes) -> dict[str, Any]:
+    """The facts of a descriptor; {"descriptor": hex} if its bytes are not a JSON object."""
+    try:
+        facts = json.loads(descriptor)
+    except ValueError:
+        facts = None
+    return facts if isinstance(facts, dict) else {"descriptor": descriptor.hex()}
+
+
+def seed(descriptor: bytes) -> bytes:
+    """The parent key of every first chunk in the namespace with this descriptor."""
+    return _digest(descriptor)
+
+
+def split(packed: bytes) -> list[bytes]:
+    """Packed keys as a list of KEY bytes each."""
+    keys: list[bytes] = np.frombuffer(packed, f"V{KEY}").tolist()
+    return keys
 
 
 def encode_tokens(token_ids: Sequence[int]) -> bytes:
-    """Token bytes of ids from 0 to 2**32 - 1; raises OverflowError for others, TypeError for what is none."""
+    """Token bytes of ids from 0 to 2**32 - 1; raises OverflowError for other numbers, TypeError for other objects."""
     return array("I", token_ids).tobytes()
-
-
-def same_tokens(
-    data: mmap.mmap, places: npt.NDArray[np.uint64], tokens: bytes | memoryview
-) -> bool:
-    """Whether the token bytes of n chunks stand at `places`, u64[n] byte offsets in `data`; `tokens`: those of all, packed."""
-    if not len(places):
-        return not tokens
-    nbytes = len(tokens) // len(places)
-    starts = len(data) - nbytes + 1  # every byte is one, so any place may be looked at
-    if int(places.max()) >= starts:
-        return False
-    slots = np.ndarray((starts,), f"V{nbytes}", data, strides=(1,))
-    wanted = np.frombuffer(tokens, "<u4").reshape(len(places), -1)
-    some = max(2 * PIECE * TOKEN // nbytes, 1)
-    return all(
-        np.array_equal(slots[places[at : at + some]].view("<u4"), wanted[at : at + some].ravel())
-        for at in range(0, len(places), some)
-    )
 
 
 def extra_digest(extra: bytes) -> bytes:
@@ -60,22 +65,13 @@ def extra_digest(extra: bytes) -> bytes:
 
 
 def salt_word(salt: bytes) -> int:
-    """The u64 under which a cache salt stands in the slot table; 0 when there is none."""
+    """The u64 that stands for a cache salt in the slot table; 0 when there is none."""
     return xxhash.xxh3_64_intdigest(salt) or 1 if salt else 0
 
 
 def next_key(parent: bytes, encoded: bytes | memoryview, extra: bytes) -> bytes:
-    """Key of one chunk. All chunks of a namespace have as many token bytes, so these never run into `extra`."""
+    """Key of one chunk. All chunks of a namespace have the same number of token bytes, so these never run into `extra`."""
     return _digest(parent + encoded + extra)
-
-
-def chain(parent: bytes, encoded: Sequence[bytes], extras: Sequence[bytes] = ()) -> bytes:
-    """Keys of consecutive chunks, packed: KEY bytes each. `extras` is empty or one per chunk."""
-    keys = bytearray()
-    for i, tokens in enumerate(encoded):
-        parent = next_key(parent, tokens, extras[i] if extras else b"")
-        keys += parent
-    return bytes(keys)
 
 
 def _encode(token_ids: Sequence[int], start: int, end: int) -> "array[int]":
@@ -85,9 +81,8 @@ def _encode(token_ids: Sequence[int], start: int, end: int) -> "array[int]":
         del ids[end:]
         return ids
     ids = array("I")
-    for at in range(
-        start, end, PIECE
-    ):  # a slice of everything would need fresh pages from the kernel
+    # In pieces: one slice of everything would need fresh pages from the kernel.
+    for at in range(start, end, PIECE):
         ids += array("I", token_ids[at : min(at + PIECE, end)])
     return ids
 
@@ -121,7 +116,7 @@ class ChunkKeys:
         """Hash whole chunks of `token_ids` (all tokens of the request) up to chunk `upto_chunks`, exclusive.
 
         `extra_of(i)` gives the canonical extra identity of chunk i. Returns the number of chunks hashed
-        so far. Chunks hashed before are not looked at again. Raises as `encode_tokens`.
+        so far. Chunks hashed before are not hashed again. Raises as `encode_tokens`.
         """
         size, done = self.chunk_size, len(self)
         whole = len(token_ids) // size
@@ -142,11 +137,11 @@ class ChunkKeys:
                     parent = next_key(parent, encoded[at : at + self.chunk_bytes], extra)
                     digests.append(extra_digest(extra))
                 keys.append(parent)
-        # At last, so that the three fit together whatever was raised before.
+        # Append all three last, so an exception leaves them consistent.
         if done:
             self.tokens += tokens
         else:
-            self.tokens = tokens  # of a whole prompt: not copied again
+            self.tokens = tokens  # the whole prompt: no second copy
         self.digests += b"".join(digests) if digests else bytes(KEY * (end - done))
         self.keys += b"".join(keys)
         return end
@@ -154,6 +149,10 @@ class ChunkKeys:
     def key(self, chunk: int) -> bytes:
         """KEY bytes of one chunk."""
         return bytes(self.keys[chunk * KEY : (chunk + 1) * KEY])
+
+    def split(self, first: int, end: int) -> list[bytes]:
+        """KEY bytes of each of the chunks [first, end)."""
+        return split(bytes(self.keys[first * KEY : end * KEY]))
 
     def token_bytes(self, chunk: int, end: int | None = None) -> memoryview:
         """`chunk_bytes` bytes a chunk of one chunk, or of chunks [chunk, end)."""

@@ -21,8 +21,8 @@ KEY = 16
 """Bytes of a chain key."""
 LENGTH = struct.Struct("<I")
 
-# Rows of a Reserve's answer below zero (the catalog's words).
 EXISTS, BUSY, FULL = -1, -2, -3
+"""In place of a row in the answer to a Reserve: stored already, being written, no room now."""
 
 
 class Message(msgspec.Struct, array_like=True, tag=True, gc=False):

@@ -1,6 +1,6 @@
 """Which prefix is usable: a pure function over what each object group holds.
 
-C is the chunk size, n a hit of n chunks: the engine goes on at token n·C. Per rule, a hit of n needs
+C is the chunk size, n a hit of n chunks: the engine continues at token n·C. Per rule, a hit of n needs
 
     Full            all chunks beyond what the engine holds
     Window(W)       the chunks that intersect [n·C − W + 1, n·C)
@@ -10,7 +10,7 @@ C is the chunk size, n a hit of n chunks: the engine goes on at token n·C. Per 
 of these only chunks that end beyond `local_tokens`, which the engine already holds.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -42,19 +42,26 @@ class Recurrent:
 
 
 Rule = Full | Window | ChunkedLocal | Recurrent
-RULES: dict[str, Callable[[int], Rule]] = {
-    "full": lambda _: Full(),
-    "window": Window,
-    "chunked_local": ChunkedLocal,
-    "recurrent": lambda _: Recurrent(),
-}
-"""A rule by its name on the wire; called with its parameter in tokens."""
 Present = npt.NDArray[np.bool_]
 Ints = npt.NDArray[np.int64]
 
 
+def rule_of(name: str, tokens: int) -> Rule:
+    """The rule with this name and parameter on the wire. Raises ValueError when there is none."""
+    match name:
+        case "full":
+            return Full()
+        case "recurrent":
+            return Recurrent()
+        case "window" | "chunked_local":
+            if tokens < 1:
+                raise ValueError(f"{name} of {tokens} tokens")
+            return Window(tokens) if name == "window" else ChunkedLocal(tokens)
+    raise ValueError(f"unknown rule {name[:40]!r}")
+
+
 def rule_words(rule: Rule) -> tuple[str, int]:
-    """A rule as (name, parameter): "window", 128."""
+    """A rule as `rule_of` takes it: (name, parameter), e.g. "window", 128."""
     match rule:
         case Full():
             return "full", 0
@@ -97,7 +104,7 @@ def usable_chunks(
 ) -> int:
     """The largest usable n: local_tokens < n·C < num_tokens, every group has what n needs. Else 0.
 
-    `present[g][i]`: group g has chunk i; arrays may differ in length, what is beyond is absent.
+    `present[g][i]`: group g has chunk i; arrays may differ in length; chunks beyond an array's end are absent.
     At least one token is always left to compute.
     """
     low = local_tokens // chunk_size + 1

@@ -1,1 +1,1 @@
-"""The server process: its loop, sessions and handlers, and the catalog of what is stored."""
+"""The server process: its loop, sessions and handlers, and the catalog of stored chunks."""

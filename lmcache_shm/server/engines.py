@@ -1,36 +1,177 @@
-"""Engines: their workers, their slot geometry, and what they may still be writing after they are lost.
+"""Engines and their connections: workers, leases, and the rows that they write or may still be writing.
 
-An engine is one scheduler side and `world` workers that share an `engine_id`. It has an index (`client`):
-a row of the arena's client table and of its boards. Worker processes are written down there, by pid and
-start time, so that a later server knows who may still write.
+A session is one connection. An engine is one scheduler side and `world` workers that share an `engine_id`. It has
+an index (`client`): a row of the arena's client table and of its completion rings. The table lists its processes by
+pid and start time, so that a later server knows who may still write.
 
-Quarantine. When the scheduler's connection ends, slots it had reserved may still be written by a copy that
-is underway. They are not used again before every worker process of the engine has ended, or the engine has
-come back and said which of them are still being written, or the workers were seen running (not stopped)
-for the grace time, within which a copy that was underway has ended. A worker in another pid namespace
-cannot be seen running: there the grace time alone counts for one of an earlier server, or on Linux before 6.5.
+Quarantine. When the scheduler's connection ends, a copy into slots that it had reserved may still be under way.
+They are not used again before every process of the engine has ended, or the engine has come back and named those
+that are still being written, or its processes were seen running (not stopped) for the grace time, within which a
+copy that was under way has ended. A worker in another pid namespace cannot be seen running: there the grace time
+alone counts if it is one of an earlier server, or on Linux before 6.5.
 """
 
 import logging
-from collections.abc import Iterator
+import time
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
+from lmcache_shm.arena.allocator import NO_ROWS
 from lmcache_shm.arena.clients import ClientRecord, erase_client, read_clients, write_client
-from lmcache_shm.arena.layout import ENGINE_ID_BYTES, MAX_CLIENTS, MAX_RANKS, SlotState
+from lmcache_shm.arena.layout import ENGINE_ID_BYTES, MAX_CLIENTS, MAX_RANKS, Rows, SlotState
 from lmcache_shm.arena.processes import Process
 from lmcache_shm.arena.segment import Arena
 from lmcache_shm.protocol.messages import AttachWorker
 from lmcache_shm.server.catalog.catalog import Catalog
-from lmcache_shm.server.session import Denied, Session
 
 log = logging.getLogger("lmcache_shm")
 
 MAX_GROUPS = 64
 MAX_FACTS = 64 << 10
-"""Bytes that a worker may say of itself."""
+"""Bytes of a worker's facts."""
 SCHEDULER = -1
-"""Rank under which the scheduler's process is written down."""
+"""The scheduler's rank in the client table."""
+
+
+class Denied(Exception):
+    """A request that is answered by an Error and does nothing; `code` as in messages.Error."""
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+class Session:
+    """One connection; `number` is unique within a server's life and is the upper half of its leases."""
+
+    def __init__(self, number: int, process: Process) -> None:
+        self.number = number
+        self.process = process
+        self.role = ""  # until Hello
+        self.engine_id = ""
+        self.last_activity = time.monotonic()
+        self.engine: Engine | None = None
+        # Set when an engine registers.
+        self.namespace = -1
+        self.groups = 0
+        self.checks: list[int] = []
+        """By group, the layout of the checksums that its workers write; [] when they write none."""
+        self.leases: dict[int, list[Rows]] = {}
+        self.hang_up = False
+        self._last_lease = 0
+
+    @property
+    def title(self) -> str:
+        engine = f" of engine {self.engine_id}" if self.engine_id else ""
+        return f"{self.role or 'client'}{engine} (pid {self.process.pid})"
+
+    # ------------------------------------------------------------------------------------- leases
+    def new_lease(self, rows: list[Rows]) -> int:
+        self._last_lease += 1
+        lease = self.number << 32 | self._last_lease
+        self.leases[lease] = rows
+        return lease
+
+    def check_leases(self, leases: list[int]) -> None:
+        """Raises Denied for a lease that this connection never got; one released before is allowed."""
+        for lease in leases:
+            if lease >> 32 != self.number or not 0 < lease & 0xFFFFFFFF <= self._last_lease:
+                raise Denied("not_yours", f"lease {lease} is not of this connection")
+
+    @property
+    def pinned(self) -> int:
+        return sum(len(rows) for lease in self.leases.values() for rows in lease)
+
+
+class Ownership:
+    """The rows of one engine that are being written: the only object that reserves, commits, aborts or quarantines.
+
+    `reserved`: on its scheduler's connection, neither committed nor aborted yet. `quarantined`: reserved on a
+    connection that ended (see the module); an engine that comes back may only abort them. Both are what the slot
+    table has as RESERVED and QUARANTINED rows of this client.
+    """
+
+    def __init__(self, catalog: Catalog, client: int, quarantined: Iterable[int] = ()) -> None:
+        self._catalog = catalog
+        self._client = client
+        self.reserved: set[int] = set()
+        self.quarantined = set(quarantined)
+
+    def named(self, packed: bytes, what: str, *, quarantined: bool = False) -> Rows:
+        """Rows (i4) of a commit or abort, each one this engine's and named once (else Denied).
+
+        `quarantined`: those count as its own, too.
+        """
+        if not packed:
+            return NO_ROWS
+        rows = _unpacked(packed, what)
+        named = set(rows.tolist())
+        if len(named) != len(rows):
+            raise Denied("invalid", f"{what}: a row is named twice")
+        strange = named - self.reserved
+        if quarantined:
+            strange -= self.quarantined
+        if strange:
+            raise Denied("not_yours", f"{what}: row {min(strange)} is not reserved by you")
+        return rows
+
+    def reserve(self, namespace: int, entries: dict[str, Any]) -> Rows:
+        """As Catalog.reserve."""
+        rows = self._catalog.reserve(namespace, client=self._client, **entries)
+        self.reserved.update(rows[rows >= 0].tolist())
+        return rows
+
+    def commit(self, rows: Rows, checks: list[int]) -> None:
+        """Publish reserved rows; `checks` as in Catalog.commit."""
+        self._catalog.commit(rows, checks)
+        self.reserved.difference_update(rows.tolist())
+
+    def abort(self, rows: Rows) -> None:
+        """Free reserved or quarantined rows."""
+        self._catalog.abort(rows)
+        self.reserved.difference_update(rows.tolist())
+        self.quarantined.difference_update(rows.tolist())
+
+    def abort_orphaned(self) -> None:
+        """After a request failed half-way: free the reserved rows that the engine does not know of."""
+        hot = self._catalog.arena.hot
+        mine = (hot["state"] == SlotState.RESERVED) & (hot["client"] == self._client)
+        orphaned = set(np.flatnonzero(mine).tolist()) - self.reserved
+        if orphaned:
+            self._catalog.abort(sorted(orphaned))
+
+    def lose(self, *, writers: bool) -> int:
+        """The scheduler's connection ended: quarantine its reserved rows if there may be `writers`, else free
+        them. How many are new in quarantine."""
+        rows, self.reserved = sorted(self.reserved), set()
+        if not rows:
+            return 0
+        if not writers:
+            self._catalog.abort(rows)
+            return 0
+        self._catalog.quarantine(rows)
+        self.quarantined.update(rows)
+        return len(rows)
+
+    def register(self, busy_rows: bytes) -> None:
+        """The engine is back: free its quarantined rows but those (i4) that it may still be writing."""
+        idle = self.quarantined.difference(_unpacked(busy_rows, "busy_rows").tolist())
+        if idle:
+            self.abort(np.array(sorted(idle), np.int32))
+
+    def end_quarantine(self) -> int:
+        """Nobody can be writing any more: free all quarantined rows; how many there were."""
+        self.quarantined.clear()
+        return self._catalog.unquarantine(self._client)
+
+
+def _unpacked(packed: bytes, what: str) -> npt.NDArray[np.int32]:
+    if len(packed) % 4:
+        raise Denied("invalid", f"{what}: {len(packed)} bytes are no rows of 4 bytes")
+    return np.frombuffer(packed, "<i4")
 
 
 def check_shape(world: int, replicas: int) -> None:
@@ -42,7 +183,7 @@ def check_shape(world: int, replicas: int) -> None:
 
 
 class Worker:
-    """A rank that holds its connection open."""
+    """A rank whose connection is open."""
 
     def __init__(self, session: Session, region_bytes: list[int], facts: bytes) -> None:
         self.session = session
@@ -53,19 +194,19 @@ class Worker:
 class Engine:
     """See the module. `processes` are all that may have the arena mapped, until seen dead.
 
-    The scheduler's process (rank SCHEDULER) writes token ids into what it reserved, so it counts, too.
+    The scheduler's process (rank SCHEDULER) writes token ids into slots that it reserved, so it is one of them.
     """
 
-    def __init__(self, engine_id: str, index: int) -> None:
+    def __init__(self, engine_id: str, index: int, rows: Ownership) -> None:
         self.engine_id = engine_id
         self.index = index
+        self.rows = rows
         self.world = 0
         self.replicas = 1
         self.workers: dict[int, Worker] = {}
         self.scheduler: Session | None = None
         self.registered: list[list[int]] = []  # region bytes by rank, as the slots were laid out
         self.processes: dict[tuple[int, int], tuple[int, Process]] = {}  # its key → (rank, it)
-        self.quarantined = 0
         self.seen_running_s = 0.0
 
     @property
@@ -75,7 +216,7 @@ class Engine:
     def missing(self) -> list[int]:
         return [rank for rank in range(self.world) if rank not in self.workers]
 
-    def forget_dead(self) -> bool:
+    def drop_dead(self) -> bool:
         """Drop processes that have ended; True if there were any."""
         dead = [key for key, (_, process) in self.processes.items() if not process.alive()]
         for key in dead:
@@ -93,14 +234,14 @@ class Engines:
         self._by_id: dict[str, Engine] = {}
         self._last_tick = 0.0
         for index, record in read_clients(arena).items():
-            self._recall(index, record)
+            self._restore(index, record)
 
     def __iter__(self) -> Iterator[Engine]:
         return iter(self._by_id.values())
 
-    # ------------------------------------------------------------------------------- coming
+    # ---------------------------------------------------------------------------- connecting
     def attach(self, session: Session, request: AttachWorker) -> int:
-        """A worker comes (again): the index of its engine. Raises Denied."""
+        """A worker connects (again): the index of its engine. Raises Denied."""
         check_shape(request.world, request.replicas)
         if not 0 <= request.rank < request.world:
             raise Denied("invalid", f"rank {request.rank} of {request.world} workers")
@@ -127,7 +268,7 @@ class Engines:
                 raise Denied(
                     "busy", f"rank {request.rank} of engine {engine.engine_id} is pid {other.pid}"
                 )
-            present.session.engine = None  # its connection is half dead; this one follows it
+            present.session.engine = None  # a connection half dead; this one replaces it
         if engine.registered and engine.registered[request.rank] != request.region_bytes:
             raise Denied(
                 "refused",
@@ -141,9 +282,9 @@ class Engines:
         return engine.index
 
     def find(self, session: Session, engine_id: str) -> Engine:
-        """A scheduler comes (again): its engine. Raises Denied when another live process is that scheduler.
+        """A scheduler connects (again): its engine. Raises Denied when another live process is that scheduler.
 
-        The caller has to end what is left of the earlier connection, if `engine.scheduler` is one.
+        The caller has to end the earlier connection, if `engine.scheduler` is one.
         """
         engine = self._by_id.get(engine_id) or self._new(engine_id)
         earlier = engine.scheduler
@@ -156,7 +297,7 @@ class Engines:
                 )
         return engine
 
-    def seat(self, engine: Engine, session: Session, world: int, replicas: int) -> None:
+    def bind(self, engine: Engine, session: Session, world: int, replicas: int) -> None:
         """From now on `session` is the scheduler side of `engine`."""
         engine.world, engine.replicas = world, replicas
         engine.scheduler = session
@@ -164,14 +305,14 @@ class Engines:
         self._watch(engine, session.process, SCHEDULER)
 
     def _watch(self, engine: Engine, process: Process, rank: int) -> None:
-        # Who holds this place now stands for an earlier one of which nobody would ever see the end.
+        # A new process of this rank replaces an earlier one whose end nobody would ever see.
         for key, (place, earlier) in list(engine.processes.items()):
-            if place == rank and earlier.traceless:
+            if place == rank and earlier.unwatchable:
                 del engine.processes[key]
         if process.key not in engine.processes:
             copy = process.duplicate()
             engine.processes[copy.key] = rank, copy
-        self._write_down(engine)
+        self._record(engine)
 
     def _new(self, engine_id: str) -> Engine:
         if not 0 < len(engine_id.encode(errors="replace")) <= ENGINE_ID_BYTES:
@@ -182,83 +323,75 @@ class Engines:
             raise Denied(
                 "busy", f"{MAX_CLIENTS} engines are connected or in quarantine; no more are taken"
             )
-        engine = self._by_id[engine_id] = Engine(engine_id, index)
-        self.arena.boards[index] = 0  # completions of an earlier engine must not speak for this one
-        self._write_down(engine)
+        rows = Ownership(self.catalog, index)
+        engine = self._by_id[engine_id] = Engine(engine_id, index, rows)
+        self.arena.boards[index] = 0  # completions of an earlier engine are none of this one
+        self._record(engine)
         return engine
 
-    # -------------------------------------------------------------------------------- going
+    # ------------------------------------------------------------------------- disconnecting
     def leave(self, session: Session) -> None:
-        """A connection of an engine has ended; its reservations are the caller's business."""
+        """A connection of an engine has ended; its leases are the caller's business."""
         engine, session.engine = session.engine, None
         if engine is None:
             return
+        if engine.drop_dead():
+            self._record(engine)
         if engine.scheduler is session:
             engine.scheduler = None
             engine.registered = []
+            lost = engine.rows.lose(writers=bool(engine.processes))
+            if lost:
+                log.info(
+                    "%d slots of engine %s in quarantine: its workers may still be writing",
+                    lost, engine.engine_id,
+                )  # fmt: skip
         for rank, worker in list(engine.workers.items()):
             if worker.session is session:
                 del engine.workers[rank]
         engine.seen_running_s = 0.0
-        self._settle(engine)
-
-    def quarantine(self, engine: Engine, rows: list[int]) -> None:
-        """`rows` were reserved on a connection that ended: free if no worker process lives, else keep."""
-        engine.forget_dead()
-        if not rows:
-            return
-        if not engine.processes:
-            self.catalog.abort(rows)
-            return
-        self.catalog.quarantine(rows)
-        engine.quarantined += len(rows)
-        engine.seen_running_s = 0.0
-        log.info(
-            "%d slots of engine %s in quarantine: its workers may still be writing",
-            len(rows), engine.engine_id,
-        )  # fmt: skip
+        self._check_end(engine)
 
     def tick(self, now: float) -> None:
-        """Look at the worker processes; free what nobody can be writing any more."""
+        """Look at the processes; free slots that nobody can be writing any more."""
         passed, self._last_tick = now - self._last_tick, now
         for engine in list(self):
-            if not engine.connected or engine.quarantined:
+            if not engine.connected or engine.rows.quarantined:
                 if all(p.running() for _, p in engine.processes.values()):
-                    engine.seen_running_s += min(passed, 1.0)  # a pause of ours proves nothing
-                self._settle(engine)
+                    # A pause of this server proves nothing about the time in which they ran.
+                    engine.seen_running_s += min(passed, 1.0)
+                self._check_end(engine)
 
-    def _settle(self, engine: Engine) -> None:
-        if engine.forget_dead():
-            self._write_down(engine)
+    def _check_end(self, engine: Engine) -> None:
+        """End the quarantine, or the engine's record, when its time has come."""
+        if engine.drop_dead():
+            self._record(engine)
         over = not engine.processes or engine.seen_running_s >= self.grace_s
-        if engine.quarantined and over:
-            freed = self.catalog.unquarantine(engine.index)
+        if engine.rows.quarantined and over:
+            freed = engine.rows.end_quarantine()
             log.info("%d slots of engine %s out of quarantine", freed, engine.engine_id)
-            engine.quarantined = 0
-            if engine.scheduler is not None:
-                engine.scheduler.in_doubt.clear()
-        # A worker that lives on without a connection may still write to its boards.
-        if not engine.connected and not engine.quarantined and over:
+        # A worker that runs without a connection may still write to its completion ring.
+        if not engine.connected and not engine.rows.quarantined and over:
             for _, process in engine.processes.values():
                 process.close()
             del self._by_id[engine.engine_id]
             erase_client(self.arena, engine.index)
 
     # -------------------------------------------------------------------------- across restarts
-    def _recall(self, index: int, record: ClientRecord) -> None:
-        """An engine that an earlier server wrote down; it may come back, or its slots wait for its end."""
-        engine = Engine(record.engine_id, index)
+    def _restore(self, index: int, record: ClientRecord) -> None:
+        """An engine of an earlier server: it may come back, or its slots wait for its end."""
+        hot = self.arena.hot
+        held = (hot["state"] == SlotState.QUARANTINED) & (hot["client"] == index)
+        rows = Ownership(self.catalog, index, np.flatnonzero(held).tolist())
+        engine = Engine(record.engine_id, index, rows)
         engine.world, engine.replicas = record.world, record.replicas
         for rank, pid, start in record.processes:
             process = Process.of_record(pid, start)
             engine.processes[process.key] = rank, process
-        hot = self.arena.hot
-        held = (hot["state"] == SlotState.QUARANTINED) & (hot["client"] == index)
-        engine.quarantined = int(np.count_nonzero(held))
         self._by_id[record.engine_id] = engine
-        self._settle(engine)
+        self._check_end(engine)
 
-    def _write_down(self, engine: Engine) -> None:
+    def _record(self, engine: Engine) -> None:
         processes = [(rank, p.pid, p.start) for rank, p in engine.processes.values()]
         record = ClientRecord(engine.engine_id, engine.world, engine.replicas, processes)
         write_client(self.arena, engine.index, record)

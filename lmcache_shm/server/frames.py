@@ -1,12 +1,11 @@
 """Bytes of one connection on the server's side: whole frames out of a stream, bounded both ways.
 
-What a peer can make the server hold: one frame of at most SMALL bytes, or a larger one when its length
-fits what is left of a budget that all connections share; and one answer. Until that answer is taken no
+For each peer the server holds at most one answer and one frame: of up to SMALL bytes, or a larger one when its
+length fits into the budget that all connections share. Until that answer is taken no
 further request of this peer is read, so neither a flood nor a reader that stopped grows anything.
 """
 
 import socket
-from typing import Protocol
 
 from lmcache_shm.protocol.messages import LENGTH, MAX_FRAME
 
@@ -20,7 +19,7 @@ STALLED_S = 30.0
 
 
 class Malformed(Exception):
-    """The peer sent what can be no frame, or too slowly."""
+    """The peer sent bytes that are no frame, or sent them too slowly."""
 
 
 class Budget:
@@ -36,16 +35,10 @@ class Budget:
         return True
 
 
-class Attendant(Protocol):
-    """What belongs to a connection above the bytes (a session)."""
-
-    def closed(self) -> None: ...
-
-
 class Peer:
     """One accepted connection, non-blocking."""
 
-    def __init__(self, sock: socket.socket, budget: Budget, now: float) -> None:
+    def __init__(self, sock: socket.socket, budget: Budget) -> None:
         self.sock = sock
         self.fd = sock.fileno()
         self.budget = budget
@@ -54,13 +47,12 @@ class Peer:
         self.granted = 0  # bytes of the shared budget that the frame underway holds
         self.large_since = 0.0
         self.stalled_since = 0.0
-        self.last_activity = now
         self.waits_for_budget = False
-        self.events = 0  # what the loop has asked the kernel for
+        self.events = 0  # those that the loop waits for
 
     # -------------------------------------------------------------------------------------- in
     def receive(self) -> bool:
-        """Take what has arrived, up to one frame's worth. False: the peer has closed its end.
+        """Take the bytes that have arrived, up to one frame's worth. False: the peer has closed its end.
 
         Call only without a whole frame in the inbox. OSErrors of the socket pass through.
         """
@@ -99,11 +91,11 @@ class Peer:
             frame, self.inbox = self.inbox, bytearray()
         else:
             frame, self.inbox = self.inbox[:end], self.inbox[end:]
-        self._give_back()
+        self._release()
         return memoryview(frame)[LENGTH.size :]
 
     def has_frame(self) -> bool:
-        """Whether `next_frame` has something to say without more bytes: a whole frame, or a bad length."""
+        """Whether `next_frame` has a result without more bytes: a whole frame, or a bad length."""
         have = len(self.inbox)
         if have < LENGTH.size:
             return False
@@ -112,7 +104,7 @@ class Peer:
 
     # ------------------------------------------------------------------------------------- out
     def send(self, data: bytearray, now: float) -> None:
-        """Hand an answer to the kernel; what it does not take waits in the outbox (`flush`)."""
+        """Hand an answer to the kernel; bytes that it does not take wait in the outbox (`flush`)."""
         if self.outbox:
             self.outbox += data
             return
@@ -143,9 +135,9 @@ class Peer:
         return ""
 
     def close(self) -> None:
-        self._give_back()
+        self._release()
         self.sock.close()
 
-    def _give_back(self) -> None:
+    def _release(self) -> None:
         self.budget.left += self.granted
         self.granted = 0

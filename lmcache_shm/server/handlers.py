@@ -1,38 +1,32 @@
-"""What each request does: the catalog's verbs behind checks of who may do what to which rows."""
+"""The handler of each request: the catalog's verbs, behind checks that a client names only rows of its own."""
 
 import logging
 import os
 import socket
 import time
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from lmcache_shm import __version__
-from lmcache_shm.arena.layout import SlotState
+from lmcache_shm.arena.allocator import NO_ROWS
 from lmcache_shm.arena.processes import Process
 from lmcache_shm.arena.segment import Arena
+from lmcache_shm.arena.slot import checks_number
 from lmcache_shm.config import Config
 from lmcache_shm.protocol import messages as m
-from lmcache_shm.server.catalog.catalog import Catalog, CatalogError
-from lmcache_shm.server.engines import Engines
-from lmcache_shm.server.entries import count, entries
-from lmcache_shm.server.events import Journal
-from lmcache_shm.server.histogram import Histogram
-from lmcache_shm.server.registration import register
+from lmcache_shm.server.catalog.catalog import Catalog
+from lmcache_shm.server.catalog.groups import CatalogError
+from lmcache_shm.server.engines import Denied, Engines, Ownership, Session
+from lmcache_shm.server.requests import check_register, count, entries, geometries, group_spec
 from lmcache_shm.server.scrub import Scrub
-from lmcache_shm.server.session import Denied, Rows, Session
-from lmcache_shm.server.snapshot import TickClock, snapshot
+from lmcache_shm.server.stats import Stats, snapshot
 
 log = logging.getLogger("lmcache_shm")
 
 MAX_PINS = 16 << 20
 """Rows pinned by all leases together; beyond it a look-up is a miss."""
-MAX_REPORTED = 64
-"""Reasons of misses that clients may name."""
-NO_ROWS: Rows = np.empty(0, np.int32)
 
 
 class Service:
@@ -43,22 +37,16 @@ class Service:
         self.catalog = catalog
         self.config = config
         self.boot = os.urandom(8)
-        self.started = time.monotonic()
-        self.started_at = time.time()
         self.draining = False
         self.shutdown: bool | None = None
         """None: go on; True: end after draining; False: end at once."""
         self.engines = Engines(arena, catalog, config.quarantine_grace_s)
         self.sessions: dict[int, Session] = {}
-        self.counters: Counter[str] = Counter()
-        self.reported: Counter[str] = Counter()
-        """Reasons of misses that only clients see."""
-        self.latency = {"acquire": Histogram(), "step": Histogram()}
-        self.clock = TickClock(catalog.tick, self.started)
-        self.journal = Journal()
-        self.events = self.journal.events
+        self.stats = Stats(catalog.tick)
         verify = config.checksum == "verify"
-        self.scrub = Scrub(arena, catalog, self.counters, self.journal) if verify else None
+        self.scrub = (
+            Scrub(arena, catalog, self.stats.counters, self.stats.events) if verify else None
+        )
         self.pinned = 0
         self._numbers = 0
         self._verbs: dict[type[m.Message], Callable[[Session, Any], m.Message]] = {
@@ -79,13 +67,13 @@ class Service:
     # ------------------------------------------------------------------------- for the server
     def open_session(self, sock: socket.socket) -> Session:
         self._numbers += 1
-        self.counters["connections"] += 1
+        self.stats.counters["connections"] += 1
         session = Session(self._numbers, Process.of_peer(sock))
         self.sessions[session.number] = session
         return session
 
     def close_session(self, session: Session) -> None:
-        """Its connection has ended: unpin what it read, quarantine what may still be written."""
+        """Its connection has ended: unpin the rows it read, quarantine those that may still be written."""
         self.sessions.pop(session.number, None)
         if session.engine is not None:
             self.note(f"{session.title} left")
@@ -93,17 +81,13 @@ class Service:
         session.process.close()
 
     def retire(self, session: Session) -> None:
-        """Take from a connection all that it holds. It may register again."""
+        """End all that a connection holds. It may register again."""
         for lease in list(session.leases):
             self._unpin(session, lease)
-        rows, session.reserved = sorted(session.reserved), set()
-        session.in_doubt.clear()
         if session.namespace >= 0:
             self.catalog.leave(session.namespace)
             session.namespace = -1
-        if session.engine is not None:
-            self.engines.quarantine(session.engine, rows)
-            self.engines.leave(session)
+        self.engines.leave(session)
 
     def handle(self, session: Session, request: m.Message) -> m.Message:
         """The answer to a request; an Error when it did nothing."""
@@ -113,34 +97,43 @@ class Service:
         try:
             return self._verbs[type(request)](session, request)
         except Denied as denied:
-            self.counters["denied"] += 1
+            self.stats.counters["denied"] += 1
             return self._error(denied.code, str(denied))
         except CatalogError as error:
-            self.counters["denied"] += 1
+            self.stats.counters["denied"] += 1
             return self._error("refused", str(error))
         except Exception as error:
-            self.counters["failures"] += 1
-            if self.journal.may_tell():
+            self.stats.counters["failures"] += 1
+            if self.stats.events.allow():
                 log.exception("%s of %s failed", type(request).__name__, session.title)
-            self._give_up_strays(session)
+            if session.engine is not None:
+                session.engine.rows.abort_orphaned()
             return self._error("internal", f"{type(error).__name__}: {error}")
 
     def tick(self, now: float) -> None:
         self.engines.tick(now)
-        self.clock.note(self.catalog.tick, now)
+        self.stats.ages.note(self.catalog.tick, now)
 
     def outstanding(self) -> int:
         """Leases and reservations that engines hold."""
-        return sum(len(s.leases) + len(s.reserved) for s in self.sessions.values())
+        leases = sum(len(session.leases) for session in self.sessions.values())
+        return leases + sum(len(engine.rows.reserved) for engine in self.engines)
+
+    def snapshot(self) -> dict[str, Any]:
+        """The state of everything, see stats.snapshot."""
+        return snapshot(
+            self.catalog, self.engines, self.stats, self.config,
+            boot=self.boot, draining=self.draining, sessions=len(self.sessions),
+        )  # fmt: skip
 
     def note(self, text: str) -> None:
         """An event: shown by status and top, and logged."""
-        self.journal.tell(text)
+        self.stats.events.add(text)
 
     def _error(self, code: str, message: str) -> m.Error:
         return m.Error(self.boot, code, message)
 
-    # -------------------------------------------------------------------------------- coming
+    # ---------------------------------------------------------------------------- connecting
     def _hello(self, session: Session, request: m.Hello) -> m.Message:
         if request.version != m.PROTOCOL:
             session.hang_up = True
@@ -157,9 +150,6 @@ class Service:
             raise Denied("limit", "a greeting of that length")
         session.role = request.role
         session.engine_id = request.engine_id
-        session.info = {
-            k[:64]: v[:256] if isinstance(v, str) else v for k, v in request.info.items()
-        }
         arena = self.arena
         return m.HelloReply(
             self.boot, m.PROTOCOL, bytes(arena.arena_id), self.config.instance, arena.data_name,
@@ -181,17 +171,65 @@ class Service:
             raise Denied(
                 "refused", "only a scheduler registers, and only the engine it greeted for"
             )
-        return register(self, session, request)
+        if session.namespace >= 0:
+            raise Denied("invalid", "this connection has registered before")
+        check_register(request, self.config)
+        engine = self.engines.find(session, request.engine_id)
+        if engine.scheduler is not None and engine.scheduler is not session:
+            self.retire(engine.scheduler)  # the same process, back before its end was seen
+            engine = self.engines.find(session, request.engine_id)
+        if engine.workers and (engine.world, engine.replicas) != (request.world, request.replicas):
+            raise Denied(
+                "refused",
+                f"the workers of engine {engine.engine_id} are {engine.world} with {engine.replicas} "
+                f"replicas, its scheduler says {request.world} with {request.replicas}",
+            )
+        self.engines.bind(engine, session, request.world, request.replicas)
+        engine.rows.register(request.busy_rows)
+        arena_id = bytes(self.arena.arena_id)
+        if missing := engine.missing():
+            who = ", ".join(map(str, missing))
+            message = f"waiting for rank {who} of {engine.world} to attach"
+            return m.Registered(self.boot, arena_id, False, message)
+        facts = [engine.workers[rank].facts for rank in range(engine.world)]
+        if request.facts != m.facts_digest(facts):
+            message = "the descriptor does not hold the facts of the workers"
+            return m.Registered(self.boot, arena_id, False, message, facts=facts)
+        slots = geometries(engine, request)
+        specs = [
+            group_spec(info, slot, request.name)
+            for info, slot in zip(request.groups, slots, strict=True)
+        ]
+        session.namespace = self.catalog.register(request.descriptor, specs, request.chunk_size).id
+        session.groups = len(specs)
+        engine.registered = [engine.workers[rank].region_bytes for rank in range(engine.world)]
+        if self.config.checksum != "off":
+            session.checks = [checks_number(slot.checked) for slot in slots]
+        if self.scrub is not None:
+            for slot in slots:
+                self.scrub.learn(slot.checked)
+        self.note(
+            f"engine {engine.engine_id} registered ({request.name or 'model'}, {engine.world} "
+            f"worker{'s' * (engine.world > 1)}, {len(slots)} object group{'s' * (len(slots) > 1)}, "
+            f"chunks of {request.chunk_size} tokens)"
+        )
+        return m.Registered(
+            self.boot, arena_id, True, "", session.namespace, engine.index, request.chunk_size,
+            [slot.slot_bytes for slot in slots], [slot.region_offsets for slot in slots],
+            [slot.checksum_offset for slot in slots], [slot.token_offset for slot in slots],
+        )  # fmt: skip
 
     # ------------------------------------------------------------------------------- serving
-    def _namespace(self, session: Session) -> int:
-        if session.namespace < 0:
+    @staticmethod
+    def _registered(session: Session) -> tuple[int, Ownership]:
+        """Namespace and rows of the engine of this connection (else Denied)."""
+        if session.namespace < 0 or session.engine is None:
             raise Denied("refused", "this connection has not registered an engine")
-        return session.namespace
+        return session.namespace, session.engine.rows
 
     def _acquire(self, session: Session, request: m.Acquire) -> m.Message:
         began = time.perf_counter()
-        namespace = self._namespace(session)
+        namespace, _ = self._registered(session)
         count(request.keys, m.KEY, "keys")
         if not 0 <= request.local_tokens <= request.num_tokens < 1 << 40:
             raise Denied("invalid", f"{request.local_tokens} of {request.num_tokens} tokens")
@@ -199,7 +237,7 @@ class Service:
             session.check_leases([request.replaces])
             self._unpin(session, request.replaces)
         if self.draining or self.pinned >= MAX_PINS:
-            self.reported["draining" if self.draining else "lease_limit"] += 1
+            self.stats.misses["draining" if self.draining else "lease_limit"] += 1
             return m.Acquired(self.boot, 0, 0, [], [])
         hit = self.catalog.acquire(
             namespace, request.keys, request.local_tokens, request.num_tokens
@@ -208,55 +246,35 @@ class Service:
         if hit.n_chunks:
             lease = session.new_lease(hit.rows)
             self.pinned += sum(map(len, hit.rows))
-        self.latency["acquire"].add(time.perf_counter() - began)
+        self.stats.latency["acquire"].add(time.perf_counter() - began)
         return m.Acquired(
             self.boot, lease, hit.n_chunks, list(hit.first), [rows.tobytes() for rows in hit.rows]
         )
 
     def _step(self, session: Session, request: m.Step) -> m.Message:
         began = time.perf_counter()
-        namespace = self._namespace(session)
+        namespace, own = self._registered(session)
         # Everything is checked before anything is done.
         session.check_leases(request.release)
-        commit = session.own_rows(request.commit, "commit", doubtful=False)
-        abort = session.own_rows(request.abort, "abort", doubtful=True)
+        commit = own.named(request.commit, "commit")
+        abort = own.named(request.abort, "abort", quarantined=True)
         if len(commit) and len(abort) and not set(commit.tolist()).isdisjoint(abort.tolist()):
             raise Denied("invalid", "a row is both committed and aborted")
-        wanted = None if request.reserve is None else entries(session, request.reserve)
+        wanted = None if request.reserve is None else entries(request.reserve, session.groups)
         for lease in request.release:
             self._unpin(session, lease)
         if len(commit):
-            self.catalog.commit(commit, session.checks)
-            session.reserved.difference_update(commit.tolist())
+            own.commit(commit, session.checks)
         if len(abort):
-            self._abort(session, abort)
+            own.abort(abort)
         rows = NO_ROWS
         if wanted is not None:
             if self.draining:
                 rows = np.full(len(wanted["groups"]), m.FULL, np.int32)
             else:
-                rows = self.catalog.reserve(namespace, client=session.client, **wanted)
-                session.reserved.update(rows[rows >= 0].tolist())
-        self.latency["step"].add(time.perf_counter() - began)
+                rows = own.reserve(namespace, wanted)
+        self.stats.latency["step"].add(time.perf_counter() - began)
         return m.Stepped(self.boot, rows.astype("<i4", copy=False).tobytes())
-
-    def _abort(self, session: Session, rows: Rows) -> None:
-        named = rows.tolist()
-        self.catalog.abort(rows)
-        if session.engine is not None:
-            session.engine.quarantined -= len(session.in_doubt.intersection(named))
-        session.reserved.difference_update(named)
-        session.in_doubt.difference_update(named)
-
-    def _give_up_strays(self, session: Session) -> None:
-        """After a failure in the middle of a step: rows reserved for this engine that it was not told of."""
-        if session.client < 0:
-            return
-        hot = self.arena.hot
-        mine = (hot["state"] == SlotState.RESERVED) & (hot["client"] == session.client)
-        strays = set(np.flatnonzero(mine).tolist()) - session.reserved
-        if strays:
-            self.catalog.abort(np.array(sorted(strays), np.int32))
 
     def _unpin(self, session: Session, lease: int) -> None:
         for rows in session.leases.pop(lease, ()):
@@ -265,9 +283,7 @@ class Service:
 
     # --------------------------------------------------------------------------------- tools
     def _report(self, session: Session, request: m.Report) -> m.Message:
-        for reason, n in request.counts.items():
-            if 0 < n < 1 << 48 and (reason in self.reported or len(self.reported) < MAX_REPORTED):
-                self.reported[reason[:64]] += n
+        self.stats.report(request.counts)
         return m.Done(self.boot)
 
     def _clear(self, session: Session, request: m.Clear) -> m.Message:
@@ -277,7 +293,7 @@ class Service:
         return m.Done(self.boot, cleared)
 
     def _status(self, session: Session, request: m.Status) -> m.Message:
-        return m.StatusReply(self.boot, snapshot(self))
+        return m.StatusReply(self.boot, self.snapshot())
 
     def _list(self, session: Session, request: m.List) -> m.Message:
         limit = min(max(request.limit, 1), 100_000)

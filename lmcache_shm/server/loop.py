@@ -6,28 +6,73 @@ import os
 import select
 import signal
 import socket
+import stat
 import time
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
+from lmcache_shm.arena.errors import RuntimeDirError
 from lmcache_shm.arena.processes import peer_credentials
 from lmcache_shm.protocol.messages import Error, Message, decode_request, frame
+from lmcache_shm.server.engines import Session
 from lmcache_shm.server.frames import Budget, Malformed, Peer
 from lmcache_shm.server.handlers import Service
-from lmcache_shm.server.listener import identity, listen
-from lmcache_shm.server.session import Session
 
 log = logging.getLogger("lmcache_shm")
 
 MAX_CONNECTIONS = 128
+MAX_PATH = 107
+"""Bytes that a sockaddr_un holds."""
 OUTBOX_BUDGET = 64 << 20
 """Bytes of answers that peers have not taken, over all connections; beyond it the largest goes."""
 TICK_S = 0.25
 _BAD_FRAME = (msgspec.MsgspecError, RecursionError, UnicodeDecodeError, OverflowError)
+
+
+def check_path(path: Path) -> None:
+    """Raises RuntimeDirError when no socket can have this path."""
+    if len(os.fsencode(path)) > MAX_PATH:
+        raise RuntimeDirError(
+            f"the socket's path is longer than {MAX_PATH} bytes: {path}; use a shorter --runtime-dir"
+        )
+
+
+def listen(path: Path, backlog: int) -> socket.socket:
+    """A listening socket at `path`, mode 0600. The caller owns the instance, so a socket found there is stale.
+
+    Raises RuntimeDirError.
+    """
+    check_path(path)
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+    try:
+        if identity(path) is not None:
+            path.unlink()
+        sock.setblocking(False)
+        before = os.umask(0o177)
+        try:
+            sock.bind(os.fspath(path))
+        finally:
+            os.umask(before)
+        sock.listen(backlog)
+    except OSError as error:
+        sock.close()
+        there = "something else is there" if error.errno == errno.EADDRINUSE else error.strerror
+        raise RuntimeDirError(
+            f"cannot listen at {path}: {there}; remove it (rm -r {path}), or choose another --runtime-dir"
+        ) from None
+    return sock
+
+
+def identity(path: Path) -> tuple[int, int] | None:
+    """Device and inode of the socket at `path`; None when there is none."""
+    try:
+        found = path.lstat()
+    except OSError:
+        return None
+    return (found.st_dev, found.st_ino) if stat.S_ISSOCK(found.st_mode) else None
 
 
 class Server:
@@ -106,7 +151,7 @@ class Server:
             if fd in self._peers:
                 self._attend(fd, mask, now)
             elif fd == self._listener.fileno():
-                self._welcome(now)
+                self._welcome()
             else:
                 self._answer_questions()
         for fd in ready:
@@ -129,7 +174,7 @@ class Server:
         try:
             self._wake_in.send(b"\0")
         except OSError:
-            pass  # full: it will wake up anyway; closed: it has ended
+            pass  # full: the loop wakes up anyway; closed: it has ended
 
     # ------------------------------------------------------------------------------- connections
     def _accept(self, on: bool) -> None:  # noqa: FBT001
@@ -137,25 +182,25 @@ class Server:
             self._accepting = on
             (self._epoll.register if on else self._epoll.unregister)(self._listener)
 
-    def _welcome(self, now: float) -> None:
+    def _welcome(self) -> None:
         try:
             sock, _ = self._listener.accept()
         except OSError as error:
             if error.errno in {errno.EMFILE, errno.ENFILE, errno.ENOMEM}:
-                self._accept(False)  # until the next tick: else this would spin
+                self._accept(False)  # until the next tick, or this would spin
                 self.service.note("no file descriptor for a connection (see ulimit -n)")
             return
         sock.setblocking(False)
         pid, uid = peer_credentials(sock)
         if uid != os.geteuid():
-            self.service.counters["refused_uid"] += 1
+            self.service.stats.counters["refused_uid"] += 1
             self.service.note(f"turned away uid {uid} (pid {pid})")
             self._turn_away(sock, f"this server belongs to uid {os.geteuid()}, not to uid {uid}")
         elif len(self._peers) >= MAX_CONNECTIONS:
-            self.service.counters["refused_limit"] += 1
+            self.service.stats.counters["refused_limit"] += 1
             self._turn_away(sock, f"{MAX_CONNECTIONS} connections are open; no more are taken")
         else:
-            peer = Peer(sock, self._budget, now)
+            peer = Peer(sock, self._budget)
             self._peers[peer.fd] = peer, self.service.open_session(sock)
             peer.events = select.EPOLLIN
             self._epoll.register(peer.fd, peer.events)
@@ -177,14 +222,14 @@ class Server:
             self._drop(fd, "")
 
     def _guard(self, fd: int, act: Callable[[int, float], None], now: float) -> None:
-        """Whatever one connection brings about ends that connection at most."""
+        """Call `act`; an error that a connection causes ends only that connection."""
         try:
             act(fd, now)
         except Malformed as error:
-            self.service.counters["malformed_frames"] += 1
+            self.service.stats.counters["malformed_frames"] += 1
             self._drop(fd, str(error))
         except _BAD_FRAME as error:
-            self.service.counters["malformed_frames"] += 1
+            self.service.stats.counters["malformed_frames"] += 1
             self._drop(fd, f"not a message: {error}")
         except OSError:
             self._drop(fd, "")
@@ -203,17 +248,17 @@ class Server:
         if not peer.outbox:
             body = peer.next_frame(now)
             if body is not None:
-                peer.last_activity = session.last_activity = now
+                session.last_activity = now
                 self._reply(peer, self.service.handle(session, decode_request(body)), now)
                 if session.hang_up:
                     self._drop(fd, "")
                     return
-        self._settle(peer)
+        self._await_next(peer)
 
     def _flush(self, fd: int, now: float) -> None:
         peer = self._peers[fd][0]
         peer.flush(now)
-        self._settle(peer)
+        self._await_next(peer)
 
     def _reply(self, peer: Peer, reply: Message, now: float) -> None:
         try:
@@ -222,8 +267,8 @@ class Server:
             data = frame(Error(self.service.boot, "limit", f"the answer is too long: {error}"))
         peer.send(data, now)
 
-    def _settle(self, peer: Peer) -> None:
-        """What to wait for next on this connection."""
+    def _await_next(self, peer: Peer) -> None:
+        """Choose the event to wait for next on this connection."""
         if peer.outbox:
             events = select.EPOLLOUT
         elif peer.waits_for_budget:
@@ -262,7 +307,7 @@ class Server:
             self.service.scrub.run(self._idle)
 
     def _idle(self) -> bool:
-        """Nobody waits for an answer."""
+        """Whether nobody waits for an answer."""
         return not self._ready and not self._epoll.poll(0, 1)
 
     def _close(self) -> None:
@@ -274,10 +319,3 @@ class Server:
         self._epoll.close()
         self._wake_in.close()
         self._wake_out.close()
-
-    def facts(self) -> dict[str, Any]:
-        return {
-            "connections": len(self._peers),
-            "outbox_bytes": sum(len(peer.outbox) for peer, _ in self._peers.values()),
-            "large_frame_budget_left": self._budget.left,
-        }

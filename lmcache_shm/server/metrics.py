@@ -7,7 +7,7 @@
 import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from prometheus_client import CollectorRegistry, ProcessCollector, start_http_server
 from prometheus_client.core import (
@@ -19,10 +19,8 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from lmcache_shm.server import snapshot as status
-
-if TYPE_CHECKING:
-    from lmcache_shm.server.loop import Server
+from lmcache_shm.server.counters import COUNTERS
+from lmcache_shm.server.loop import Server
 
 log = logging.getLogger("lmcache_shm")
 
@@ -32,54 +30,6 @@ ANSWER_S = 5.0
 
 Snapshot = Mapping[str, Any]
 
-# Item of snapshot["counters"] → (name without prefix and _total, what it counts).
-COUNTERS = {
-    "query_tokens": ("query_tokens", "Prompt tokens that engines looked up"),
-    "hit_tokens": ("hit_tokens", "Prompt tokens that a look-up found in the arena"),
-    "hit_chunks": ("hit_chunks", "Chunks that a look-up found in the arena"),
-    "tokens_committed": ("stored_tokens", "Tokens whose chunks were committed"),
-    "bytes_committed": ("stored_bytes", "Bytes of committed slots"),
-    "bytes_acquired": ("loaded_bytes", "Bytes of slots that were given to engines to load"),
-    "acquires": ("lookups", "Look-ups"),
-    "commits": ("commits", "Slots committed"),
-    "aborts": ("aborts", "Reserved slots that were released unwritten"),
-    "evictions": ("evictions", "Slots evicted"),
-    "rebinds": ("slab_rebinds", "Extents taken from one slot size for another"),
-    "clears": ("clears", "Requests to forget chunks"),
-    "stores_exist": ("stores_existing", "Slots not stored because they were there already"),
-    "stores_skipped_busy": (
-        "stores_busy",
-        "Slots not stored because another engine was writing them",
-    ),
-    "stores_skipped_full": (
-        "stores_full",
-        "Slots not stored because everything was pinned or reserved",
-    ),
-    "collisions": (
-        "collisions",
-        "Hits refused because tokens or identity differed from the stored ones",
-    ),
-    "loads_failed": (
-        "failed_loads",
-        "Requests whose load failed, and that engines computed instead",
-    ),
-    "commits_lost": (
-        "lost_commits",
-        "Stored slots that could not be committed because the connection broke",
-    ),
-    "connections": ("connections", "Connections accepted"),
-    "malformed_frames": ("malformed_frames", "Connections closed for sending what is no message"),
-    "refused_uid": ("refused_peers", "Connections of other users turned away"),
-    "denied": ("denied_requests", "Requests answered with an error"),
-    "scrubbed_slots": (
-        "scrubbed_slots",
-        "Slots whose content the background scrub compared with its checksums",
-    ),
-    "scrub_mismatches": (
-        "scrub_mismatched_slots",
-        "Slots that the scrub dropped because their content did not fit its checksums",
-    ),
-}
 GROUP_LABELS = ("namespace", "model", "group", "kind")
 
 
@@ -99,7 +49,7 @@ def _gauge(name: str, text: str, value: float) -> GaugeMetricFamily:
 
 def _server(server: Mapping[str, Any]) -> Iterator[Metric]:
     about = {name: str(server[name]) for name in ("version", "chunk_size", "checksum", "separate")}
-    about["cache"] = server["instance"]  # "instance" is what Prometheus calls the scraped address
+    about["cache"] = server["instance"]  # Prometheus calls the scraped address "instance"
     yield InfoMetricFamily(PREFIX + "server", "The server and its settings", value=about)
     yield _gauge(
         "start_time_seconds", "When the server started, in seconds since 1970", server["started_at"]
@@ -139,8 +89,10 @@ def _arena(arena: Mapping[str, Any]) -> Iterator[Metric]:
 
 
 def _counters(snapshot: Snapshot) -> Iterator[Metric]:
-    for item, (name, text) in COUNTERS.items():
-        yield CounterMetricFamily(PREFIX + name, text, value=snapshot["counters"].get(item, 0))
+    for item, counted in COUNTERS.items():
+        if counted.metric:
+            n = snapshot["counters"].get(item, 0)
+            yield CounterMetricFamily(PREFIX + counted.metric, counted.text, value=n)
     text = "Look-ups that were served less than they asked for, by reason"
     missed = CounterMetricFamily(PREFIX + "misses", text, labels=["reason"])
     for reason, n in snapshot["misses"].items():
@@ -217,7 +169,7 @@ class SnapshotCollector(Collector):
 class MetricsServer:
     """``http://HOST:PORT/metrics`` of a running `server`. Raises OSError when it cannot listen there."""
 
-    def __init__(self, server: "Server", port: int, host: str = "127.0.0.1") -> None:
+    def __init__(self, server: Server, port: int, host: str = "127.0.0.1") -> None:
         self._server = server
         registry = CollectorRegistry()
         registry.register(SnapshotCollector(self._ask))
@@ -237,15 +189,15 @@ class MetricsServer:
 
         def take() -> None:
             try:
-                taken.append(status.snapshot(self._server.service))
-            except Exception:  # nothing that happens here may end the server's loop
+                taken.append(self._server.service.snapshot())
+            except Exception:  # no error here may end the server's loop
                 log.exception("no metrics for this scrape")
             finally:
                 done.set()
 
         self._server.ask(take)
         if not done.wait(ANSWER_S) or not taken:
-            raise TimeoutError("the server did not report its state in time")
+            raise TimeoutError("the server gave no snapshot in time")
         return taken[0]
 
     def close(self) -> None:

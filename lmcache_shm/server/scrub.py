@@ -1,10 +1,9 @@
-"""The scrub of `--checksum verify`: compare what lies in the arena with its checksums while nothing else is to do.
+"""The scrub of `--checksum verify`: compare stored slots with their checksums while the server is idle.
 
 It goes round the slot table for ever, in the server's thread, a piece at a time: at each tick until RUN_S
-have passed or somebody wants something. Slots are judged only where it is known that checksums were
-written, and by which layout (`checks` in the slot table, set at commit): not those that were committed under
-`--checksum off`, nor those of an earlier server whose layout is not written down with their namespace,
-before an engine with that layout registers again.
+have passed or a request arrives. Only slots are checked whose checksums were written, by a known layout (`checks`
+in the slot table, set at commit): not those committed under `--checksum off`, nor those of an earlier server whose
+layout is not stored with their namespace, before an engine with that layout registers again.
 """
 
 import logging
@@ -17,16 +16,16 @@ import xxhash
 
 from lmcache_shm.arena.layout import FLAG_DROP, SlotState
 from lmcache_shm.arena.segment import Arena
-from lmcache_shm.arena.slot import CHECKSUM_BYTES, Checked, checks_number
+from lmcache_shm.arena.slot import Checked, checks_number, read_checksum
 from lmcache_shm.server.catalog.catalog import Catalog
-from lmcache_shm.server.events import Journal
+from lmcache_shm.server.stats import EventLog
 
 RUN_S = 0.002
-"""Longest time of one tick, give or take a piece."""
+"""Longest time of one run, give or take a piece."""
 PIECE = 1 << 20
-"""Bytes hashed between two looks at whether somebody waits: about 0.1 ms."""
+"""Bytes hashed before looking for requests again: about 0.1 ms."""
 ROWS = 4096
-"""Rows looked through at once, for the same reason."""
+"""Rows searched at once, for the same reason."""
 MAX_LAYOUTS = 4096
 """Layouts remembered; beyond it the earliest is forgotten."""
 
@@ -35,12 +34,12 @@ class Scrub:
     """Used by the server's thread only. Counts `scrubbed_slots` and `scrub_mismatches`."""
 
     def __init__(
-        self, arena: Arena, catalog: Catalog, counters: Counter[str], journal: Journal
+        self, arena: Arena, catalog: Catalog, counters: Counter[str], events: EventLog
     ) -> None:
         self._arena = arena
         self._catalog = catalog
         self._counters = counters
-        self._journal = journal
+        self._events = events
         self._layouts: dict[int, list[Checked]] = {}
         self._work = self._rounds()
         for space in catalog.namespaces():
@@ -48,7 +47,7 @@ class Scrub:
                 self.learn(group.spec.info.get("checked", ()))
 
     def learn(self, checked: Sequence[Checked]) -> None:
-        """Slots of this layout can be judged from now on."""
+        """Check slots of this layout from now on."""
         number = checks_number(checked)
         if number not in self._layouts and len(self._layouts) >= MAX_LAYOUTS:
             del self._layouts[next(iter(self._layouts))]
@@ -78,7 +77,7 @@ class Scrub:
         return rows
 
     def _slot(self, row: int) -> Iterator[bool]:
-        """Hash one slot and judge it, unless it changes hands meanwhile (which it can only between pieces)."""
+        """Compare one slot with its checksums, unless it changes hands meanwhile (between two pieces)."""
         data, generation = self._arena.data_array, int(self._arena.hot["generation"][row])
         checked = self._layouts.get(int(self._arena.cold["checks"][row]))
         if checked is None or not self._is_still(row, generation):
@@ -93,12 +92,11 @@ class Scrub:
                 yield False
                 if not self._is_still(row, generation):
                     return
-            kept = data[slot + cell : slot + cell + CHECKSUM_BYTES].tobytes()
-            good &= digest.intdigest() == int.from_bytes(kept, "little")
+            good &= digest.intdigest() == read_checksum(data, slot + cell)
         self._counters["scrubbed_slots"] += 1
         if not good and self._catalog.discard([row]):
             self._counters["scrub_mismatches"] += 1
-            self._journal.tell(
+            self._events.add(
                 f"dropped slot {row} (chunk {int(self._arena.cold['chunk'][row])} of namespace "
                 f"{int(self._arena.hot['namespace'][row])}): its content does not fit its checksum",
                 logging.WARNING,

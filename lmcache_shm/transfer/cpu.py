@@ -4,22 +4,21 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Sequence
-from typing import Any
 
-from lmcache_shm.transfer.bundles import part_bundles
-from lmcache_shm.transfer.engine import CopyItem, CopyJob, EngineStats, JobResult
+from lmcache_shm.arena.job import CopyJob, Pages
+from lmcache_shm.transfer.engine import DEADLINE_S, InFlightJob, InFlightJobs, JobResult, Offsets
 from lmcache_shm.transfer.guard import ArenaView, SlotGuard
-from lmcache_shm.transfer.jobs import JobBook, Record
 from lmcache_shm.transfer.pages import SlotLayout
-from lmcache_shm.transfer.populate import PageTables
-from lmcache_shm.transfer.strided import BundleCopier
+from lmcache_shm.transfer.reserved import PageTables
+from lmcache_shm.transfer.strided import RunCopier, part_runs
 
 logger = logging.getLogger(__name__)
 
 LOADS_PER_STORE = 4
 """Loads go first, a request waits for them; but every so many loads one waiting store is let through."""
 
-Task = tuple[Record, CopyItem, Any]
+Task = tuple[InFlightJob, int, list[Pages]]
+"""A slot of a job, and what is copied of it."""
 
 
 class CpuEngine:
@@ -42,13 +41,13 @@ class CpuEngine:
         self._guard = SlotGuard(arena, self._layouts)
         self._copiers = [
             [
-                [BundleCopier(bundle, arena.data_array) for bundle in part_bundles(layout, part)]
+                [RunCopier(run, arena.data_array) for run in part_runs(layout, part)]
                 for part in range(len(layout.parts))
             ]
             for layout in self._layouts
         ]
         self.page_tables = PageTables(arena) if populate else None
-        self._book = JobBook()
+        self._jobs = InFlightJobs()
         self._queues: dict[str, deque[Task]] = {"load": deque(), "store": deque()}
         self._loads_in_row = 0
         self._threads = [
@@ -58,33 +57,34 @@ class CpuEngine:
         for thread in self._threads:
             thread.start()
 
-    @property
-    def stats(self) -> EngineStats:
-        return self._book.stats
-
-    def submit(self, job: CopyJob, ready_event: Any = None) -> None:
+    def submit(
+        self,
+        job: CopyJob,
+        regions: Offsets,
+        checksums: Offsets | None = None,
+        deadline_s: float = DEADLINE_S,
+    ) -> None:
         """Queue a job (see TransferEngine.submit)."""
-        record = self._book.open(job, len(job.items), self._guard.refuse(job))
-        with self._book.changed:
-            if not record.ended:
-                self._queues[job.kind].extend((record, item, ready_event) for item in job.items)
-                self._book.changed.notify_all()
+        reason = self._guard.refuse(job, regions, checksums)
+        one = self._jobs.add(
+            job, regions, checksums, deadline_s, units=len(job.rows), reason=reason
+        )
+        with self._jobs.changed:
+            if not one.ended:
+                self._queues[job.kind].extend((one, i, p) for i, p in enumerate(job.pages()))
+                self._jobs.changed.notify_all()
 
     def poll(self) -> list[JobResult]:
         """Results since the last call."""
-        return self._book.fetch()
-
-    def cancel(self, job_id: int) -> None:
-        """Stop a job at the next bundle."""
-        self._book.stop(job_id)
+        return self._jobs.fetch()
 
     def drain(self, timeout: float) -> bool:
         """Wait until every job has a result, at most ``timeout`` seconds."""
-        return self._book.wait_idle(timeout)
+        return self._jobs.wait_idle(timeout)
 
     def close(self) -> None:
         """Stop everything; when this returns neither blocks nor arena are touched any more."""
-        self._book.close()
+        self._jobs.close()
         for thread in self._threads:
             thread.join()
         if self.page_tables is not None:
@@ -95,52 +95,51 @@ class CpuEngine:
             task = self._next_task()
             if task is None:
                 return
-            record, item, ready_event = task
-            if not self._book.begin(record):
+            one, slot, pages = task
+            if not self._jobs.begin(one):
                 continue
             moved, reason = 0, ""
             try:
-                if ready_event is not None:
-                    ready_event.synchronize()
-                moved, reason = self._copy(record, item)
+                moved, reason = self._copy(one, slot, pages)
             except Exception as error:  # whatever it is, the job must get its result
-                logger.warning("copy job %d failed", record.job.id, exc_info=True)
+                logger.warning("copy job %d failed", one.job.id, exc_info=True)
                 reason = f"error: {error!r}"
             finally:
-                self._book.end(record, moved, reason)
+                self._jobs.end(one, moved, reason)
 
     def _next_task(self) -> Task | None:
         loads, stores = self._queues["load"], self._queues["store"]
-        with self._book.changed:
+        with self._jobs.changed:
             while not loads and not stores:
-                if self._book.closed:
+                if self._jobs.closed:
                     return None
-                self._book.changed.wait()
+                self._jobs.changed.wait()
             if loads and (not stores or self._loads_in_row < LOADS_PER_STORE):
                 self._loads_in_row += 1
                 return loads.popleft()
             self._loads_in_row = 0
             return stores.popleft()
 
-    def _copy(self, record: Record, item: CopyItem) -> tuple[int, str]:
+    def _copy(self, one: InFlightJob, slot: int, pages: list[Pages]) -> tuple[int, str]:
         """Copy one slot; bytes moved and why it must not be used (or "")."""
-        kind, guard = record.job.kind, self._guard
-        reason = guard.changed_hands(item, kind)
+        job, guard = one.job, self._guard
+        reason = guard.changed_hands(job, slot)
         if reason:
             return 0, reason
+        group, region = int(job.groups[slot]), int(one.regions[slot])
         if self.page_tables is not None:
-            self.page_tables.need(item.offset, self._layouts[item.group].region_bytes)
+            self.page_tables.need(region, self._layouts[group].region_bytes)
         moved = 0
-        for run in item.runs:
-            for copier in self._copiers[item.group][run.part]:
-                if self._book.must_stop(record):
+        for part, first, block_ids in pages:
+            for copier in self._copiers[group][part]:
+                if self._jobs.must_stop(one):
                     return moved, ""
-                move = copier.store if kind == "store" else copier.load
-                moved += move(item.offset, run.first, run.block_ids)
-        if kind == "store":
-            guard.seal(item)
-        elif reason := guard.verify(item):
-            # A slot that changed hands in between fails its checksum too; say what happened.
-            return moved, guard.changed_hands(item, kind) or reason
-        self._book.must_stop(record)
-        return moved, guard.changed_hands(item, kind)
+                move = copier.store if job.kind == "store" else copier.load
+                moved += move(region, first, block_ids)
+        if job.kind == "store":
+            guard.write_checksum(one, slot)
+        elif reason := guard.check_checksum(one, slot):
+            # A slot that changed hands in between fails its checksum, too: report what happened.
+            return moved, guard.changed_hands(job, slot) or reason
+        self._jobs.must_stop(one)
+        return moved, guard.changed_hands(job, slot)

@@ -1,7 +1,7 @@
 """The CUDA device: streams and events through torch, copies and registration through the driver.
 
 ``libcuda`` is called directly: numpy arrays go into ``cuMemcpyBatchAsync`` without a Python object per
-range, and the driver API has no sticky "last error" that would surface later in somebody else's call.
+range, and the driver API has no sticky "last error" that would surface in a later call of another library.
 """
 
 import ctypes
@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from lmcache_shm.arena.job import JobKind
 from lmcache_shm.transfer.device import DeviceError, Ranges, Rows
-from lmcache_shm.transfer.engine import JobKind
 
 # Values and layouts from cuda.h, compared with the headers of CUDA 12.8 and 13.0 (and tests/unit/transfer/libcuda.py).
 BATCH_VERSION = (
@@ -32,9 +32,9 @@ MEMLOCK = (
     "Raise the limit on locked memory: `ulimit -l unlimited`, in Docker `--ulimit memlock=-1`, in "
     "systemd `LimitMEMLOCK=infinity`."
 )
-REMEDIES = {
+FIXES = {
     OUT_OF_MEMORY: MEMLOCK,
-    OPERATING_SYSTEM: MEMLOCK,  # what drivers say of some limits
+    OPERATING_SYSTEM: MEMLOCK,  # some drivers' code for a limit
     ALREADY_REGISTERED: "Another component of this process has registered the same memory.",
     NOT_SUPPORTED: "This platform (WSL, some virtual machines) cannot register shared memory.",
 }
@@ -102,7 +102,7 @@ class Driver:
             text = ctypes.c_char_p()
             self._lib.cuGetErrorString(ctypes.c_int(code), ctypes.byref(text))
             words = (text.value or b"unknown error").decode()
-            raise DeviceError(name, code, words, REMEDIES.get(code, ""))
+            raise DeviceError(name, code, words, FIXES.get(code, ""))
 
     def _find_batch(self) -> Any:
         """The 12.8 form of cuMemcpyBatchAsync, or None with an older driver."""
@@ -169,7 +169,7 @@ class CudaDevice:
     def _create_streams(self) -> dict[str, ctypes.c_void_p]:
         """A stream of the lowest priority for each direction, ours alone.
 
-        torch deals its streams out from a pool of 32, so one of those may come to be somebody else's, too:
+        torch deals its streams out from a pool of 32, so another library may be given the same one:
         copies would wait for their kernels, or end up in their graph capture.
         """
         lowest, highest = ctypes.c_int(), ctypes.c_int()
@@ -189,7 +189,7 @@ class CudaDevice:
 
     @contextmanager
     def _inside(self) -> Iterator[None]:
-        """Calls of the driver from a thread that is not ours, which is left as it was."""
+        """For driver calls from a thread of the engine: its context and capture mode are restored."""
         self._driver.call("cuCtxPushCurrent_v2", self._context)
         mode = ctypes.c_int(STREAM_CAPTURE_MODE_RELAXED)  # see enter_thread
         try:
@@ -236,7 +236,7 @@ class CudaDevice:
         return mapped.value
 
     def unregister(self, address: int) -> None:
-        # Whoever closes the engine calls this; a thread without a context would be refused.
+        # Called by the thread that closes the engine, which may have no context.
         with self._inside():
             self._driver.call("cuMemHostUnregister", ctypes.c_void_p(address))
 

@@ -1,4 +1,4 @@
-"""What the stream engine needs of an accelerator. ``cuda.py`` has the real one; the tests have a simulated one.
+"""The accelerator as the stream engine uses it; ``cuda.py`` implements it.
 
 Addresses are plain integers. ``kind`` names the stream: stores run on one, loads on another; work on one
 stream completes in the order in which it was given.
@@ -9,18 +9,18 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from lmcache_shm.transfer.engine import JobKind
+from lmcache_shm.arena.job import JobKind
 
 Addresses = npt.NDArray[np.int64]
 
 
 class DeviceError(RuntimeError):
-    """A call into the driver failed. ``remedy`` tells a person what to do, where something can be done."""
+    """A call into the driver failed. ``fix``: what the user can do about it, "" if nothing."""
 
-    def __init__(self, call: str, code: int, text: str, remedy: str = "") -> None:
+    def __init__(self, call: str, code: int, text: str, fix: str = "") -> None:
         super().__init__(f"{call}: {text} ({code})")
         self.code = code
-        self.remedy = remedy
+        self.fix = fix
 
 
 class Ranges(NamedTuple):
@@ -64,7 +64,7 @@ class Device(Protocol):
         """Make the device usable from the calling thread; once per thread, before anything else."""
 
     def warm_up(self) -> None:
-        """What is slow the first time (compiling the kernel); from the thread that loads, if at all."""
+        """Do now what is slow the first time (compiling the kernel). Called by the thread that loads, if at all."""
 
     def register(self, address: int, nbytes: int) -> int:
         """Pin host memory and map it for the device; its address as the device sees it."""
@@ -82,7 +82,7 @@ class Device(Protocol):
         """An event behind everything submitted so far to the stream."""
 
     def reached(self, event: Any) -> bool:
-        """Has the device come past the event? Does not block."""
+        """Whether the device has passed the event. Does not block."""
 
     def synchronize(self, kind: JobKind) -> None:
         """Block until the stream is empty. Only for clearing up after a failure."""
@@ -97,4 +97,4 @@ class Device(Protocol):
         """All ranges in one call, in any order; host addresses as the device sees them."""
 
     def copy_kernel(self, kind: JobKind, ranges: Ranges) -> Any:
-        """Like ``copy_batch`` by a kernel; 8-byte aligned. What it returns is kept until the end event."""
+        """Like ``copy_batch``, by a kernel; 8-byte aligned. The caller keeps the result until the end event."""

@@ -1,19 +1,19 @@
 """Block ids → byte ranges: where the content bytes of a KV cache block lie, and where a slot keeps them.
 
-vLLM registers one or more strided tensors per layer. All its placements reduce to *lanes*::
+vLLM registers one or more strided tensors per layer. All its placements reduce to *strided runs*::
 
-    lane = (base_addr, block_stride, nbytes)     bytes of block b: [base + b·stride, base + b·stride + nbytes)
+    run = (base_addr, block_stride, nbytes)      bytes of block b: [base + b·stride, base + b·stride + nbytes)
 
-    dense pages (L B H N C)      one lane per layer, nbytes == stride
-    padded state pages           one lane per layer, nbytes <  stride (the padding is never touched)
-    head-outermost (L H B N C)   one lane per layer and head
-    block-outermost (B L H N C)  neighbouring layers of a block merge into one lane
+    dense pages (L B H N C)      one run per layer, nbytes == stride
+    padded state pages           one run per layer, nbytes <  stride (the padding is never touched)
+    head-outermost (L H B N C)   one run per layer and head
+    block-outermost (B L H N C)  neighbouring layers of a block merge into one run
     kernel blocks (k per block)  dim 0 has k·num_blocks entries; k dense ones are one run of bytes
-    index or scale lanes         another tensor of the layer: another lane, its own stride
+    index or scale tensors       another tensor of the layer: another run, its own stride
 
-A slot keeps, for every part (KV cache group), every lane as one dense array ``[stored_pages, nbytes]``::
+A slot keeps, for every part (KV cache group), every run as one dense array ``[stored_pages, nbytes]``::
 
-    region of one rank:  part 0: lane 0 page 0, page 1, … | lane 1 page 0, … | part 1: …     (64 B aligned)
+    region of one rank:  part 0: run 0 page 0, page 1, … | run 1 page 0, … | part 1: …     (64 B aligned)
 
 Lanes are ordered by the order in which the tensors were given, never by address, and only bytes of one
 storage are merged: two processes with the same configuration get the same slot layout, wherever their
@@ -31,7 +31,7 @@ SEGMENT_ALIGN = 64
 
 
 class PlacementError(ValueError):
-    """A registered tensor cannot be described as lanes of its blocks: the cache must refuse it."""
+    """A registered tensor cannot be described as strided runs of its blocks: the cache must refuse it."""
 
 
 class TensorLike(Protocol):
@@ -67,7 +67,7 @@ class RawTensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Lane:
+class StridedRun:
     """The bytes ``[base_addr + b·block_stride, … + nbytes)`` of every block b."""
 
     base_addr: int
@@ -76,38 +76,29 @@ class Lane:
 
 
 @dataclass(frozen=True, slots=True)
-class _Piece:
-    """A lane before merging, with where it came from."""
+class _Unmerged:
+    """A run before merging, with where it came from."""
 
     tensor: int
     offset: int
-    """Bytes from the tensor's own address: with ``tensor`` the canonical place of the piece."""
+    """Bytes from the tensor's own address: with ``tensor`` the canonical place of the run."""
     storage: int
-    lane: Lane
+    run: StridedRun
 
 
 @dataclass(frozen=True)
 class GroupPages:
     """All content bytes of the blocks of one KV cache group on this rank."""
 
-    lanes: tuple[Lane, ...]
+    runs: tuple[StridedRun, ...]
     num_blocks: int
     signature: str = ""
-    """Canonical text of which tensor bytes each lane holds; part of the namespace."""
+    """Canonical text of which tensor bytes each run holds; part of the namespace."""
 
     @cached_property
     def page_bytes(self) -> int:
-        """Content bytes of one block over all lanes."""
-        return sum(lane.nbytes for lane in self.lanes)
-
-    def ranges(self, block_ids: Sequence[int]) -> np.ndarray:
-        """int64 ``[len(block_ids), lanes, 2]`` of (address, length); for checks, not for copying."""
-        ids = np.asarray(block_ids, dtype=np.int64)
-        out = np.empty((len(ids), len(self.lanes), 2), dtype=np.int64)
-        for i, lane in enumerate(self.lanes):
-            out[:, i, 0] = lane.base_addr + ids * lane.block_stride
-            out[:, i, 1] = lane.nbytes
-        return out
+        """Content bytes of one block over all runs."""
+        return sum(run.nbytes for run in self.runs)
 
 
 def group_pages(
@@ -116,22 +107,22 @@ def group_pages(
     """Lanes of every tensor that vLLM registered for one KV cache group, in the order given.
 
     ``tensors`` must come in an order that is the same in every process (layer order). The same bytes
-    registered twice (KV sharing) become one lane. ``expected_bytes`` is the content of one block by
+    registered twice (KV sharing) become one run. ``expected_bytes`` is the content of one block by
     the group's spec, when the caller knows it. Raises PlacementError for anything that is not
     ``num_blocks`` disjoint blocks, or when the bytes do not add up.
     """
-    pieces: list[_Piece] = []
+    found: list[_Unmerged] = []
     for index, tensor in enumerate(tensors):
-        pieces += _tensor_pieces(index, tensor, num_blocks)
-    if not pieces:
+        found += _tensor_runs(index, tensor, num_blocks)
+    if not found:
         raise PlacementError("no KV cache tensor was registered for this group")
-    merged = _merge(pieces, num_blocks)
-    lanes = tuple(lane for lane, _ in merged)
-    _require_disjoint(lanes, num_blocks)
+    merged = _merge(found, num_blocks)
+    runs = tuple(run for run, _ in merged)
+    _require_disjoint(runs, num_blocks)
     signature = ";".join(
-        "+".join(f"{p.tensor}@{p.offset}:{p.lane.nbytes}" for p in members) for _, members in merged
+        "+".join(f"{p.tensor}@{p.offset}:{p.run.nbytes}" for p in members) for _, members in merged
     )
-    pages = GroupPages(lanes, num_blocks, signature)
+    pages = GroupPages(runs, num_blocks, signature)
     if expected_bytes is not None and pages.page_bytes != expected_bytes:
         raise PlacementError(
             f"a block of this group holds {pages.page_bytes} bytes in the registered tensors, "
@@ -140,7 +131,7 @@ def group_pages(
     return pages
 
 
-def _tensor_pieces(index: int, tensor: TensorLike, num_blocks: int) -> list[_Piece]:
+def _tensor_runs(index: int, tensor: TensorLike, num_blocks: int) -> list[_Unmerged]:
     """The maximal byte runs of block 0 of one tensor, each with the block stride."""
     item = tensor.element_size()
     shape = [int(n) for n in tensor.shape]
@@ -180,7 +171,7 @@ def _tensor_pieces(index: int, tensor: TensorLike, num_blocks: int) -> list[_Pie
         offsets = (offsets[:, None] + np.arange(size, dtype=np.int64) * stride).ravel()
     base, storage = tensor.data_ptr(), _storage_of(tensor)
     return [
-        _Piece(index, int(off), storage, Lane(base + int(off), block_stride, run))
+        _Unmerged(index, int(off), storage, StridedRun(base + int(off), block_stride, run))
         for off in offsets
     ]
 
@@ -192,36 +183,36 @@ def _storage_of(tensor: TensorLike) -> int:
     return int(storage().data_ptr()) if storage is not None else tensor.data_ptr()
 
 
-def _merge(pieces: list[_Piece], num_blocks: int) -> list[tuple[Lane, list[_Piece]]]:
-    """Unite pieces that touch or coincide in every block; result in canonical order."""
+def _merge(found: list[_Unmerged], num_blocks: int) -> list[tuple[StridedRun, list[_Unmerged]]]:
+    """Unite runs that touch or coincide in every block; result in canonical order."""
 
-    def by_address(piece: _Piece) -> tuple[int, ...]:
-        lane = piece.lane
-        return (piece.storage, lane.block_stride, lane.base_addr, -lane.nbytes, piece.tensor)
+    def by_address(one: _Unmerged) -> tuple[int, ...]:
+        run = one.run
+        return (one.storage, run.block_stride, run.base_addr, -run.nbytes, one.tensor)
 
-    merged: list[tuple[Lane, list[_Piece]]] = []
-    for piece in sorted(pieces, key=by_address):
-        lane = piece.lane
+    merged: list[tuple[StridedRun, list[_Unmerged]]] = []
+    for one in sorted(found, key=by_address):
+        run = one.run
         if merged:
             last, members = merged[-1]
             end = last.base_addr + last.nbytes
-            union = max(end, lane.base_addr + lane.nbytes) - last.base_addr
-            same = (members[0].storage, last.block_stride) == (piece.storage, lane.block_stride)
-            fits = num_blocks == 1 or union <= lane.block_stride
-            if same and lane.base_addr <= end and fits:
+            union = max(end, run.base_addr + run.nbytes) - last.base_addr
+            same = (members[0].storage, last.block_stride) == (one.storage, run.block_stride)
+            fits = num_blocks == 1 or union <= run.block_stride
+            if same and run.base_addr <= end and fits:
                 if union > last.nbytes:
-                    members.append(piece)
-                    merged[-1] = (Lane(last.base_addr, last.block_stride, union), members)
+                    members.append(one)
+                    merged[-1] = (StridedRun(last.base_addr, last.block_stride, union), members)
                 continue
-        merged.append((lane, [piece]))
+        merged.append((run, [one]))
     return sorted(merged, key=lambda m: min((p.tensor, p.offset) for p in m[1]))
 
 
-def _require_disjoint(lanes: tuple[Lane, ...], num_blocks: int) -> None:
+def _require_disjoint(runs: tuple[StridedRun, ...], num_blocks: int) -> None:
     """Two different blocks of one group must never share a byte."""
     if num_blocks == 1:
         return
-    table = np.array([(x.base_addr, x.block_stride, x.nbytes) for x in lanes], dtype=np.int64)
+    table = np.array([(x.base_addr, x.block_stride, x.nbytes) for x in runs], dtype=np.int64)
     base, stride, size = table[np.argsort(table[:, 0], kind="stable")].T
     end = base + stride * (num_blocks - 1) + size
     for i in range(len(base) - 1):
@@ -270,12 +261,12 @@ class SlotLayout:
         at = 0
         for part in self.parts:
             offsets = []
-            for lane in part.pages.lanes:
+            for run in part.pages.runs:
                 offsets.append(at)
-                at = _align(at + lane.nbytes * part.stored_pages)
+                at = _align(at + run.nbytes * part.stored_pages)
             segments.append(tuple(offsets))
         self.segments: tuple[tuple[int, ...], ...] = tuple(segments)
-        """Offset in the region of page 0 of ``[part][lane]``."""
+        """Offset in the region of page 0 of ``[part][run]``."""
         self.region_bytes: int = at
         """Bytes of one rank's region, a multiple of 64."""
 

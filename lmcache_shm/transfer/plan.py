@@ -1,24 +1,24 @@
-"""Pure planning for the stream engine: which bytes, in which pieces, by which back end."""
+"""Pure planning for the stream engine: which bytes, in which registrations, by which back end."""
 
 from collections.abc import Mapping
 from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 
-from lmcache_shm.transfer.bundles import Bundle, Ids, consecutive
 from lmcache_shm.transfer.device import Addresses, Ranges, Rows
 from lmcache_shm.transfer.pages import SlotLayout
+from lmcache_shm.transfer.strided import Ids, Run2D, consecutive
 
 GIB = 1 << 30
-LARGEST_PIECE = 64 * GIB
+LARGEST_REGISTRATION = 64 * GIB
 """A single registration of 512 GiB and more fails in today's drivers, and late; stay far below."""
-PIECE_ALIGN = 64 << 20
+REGISTRATION_ALIGN = 64 << 20
 """Slabs are powers of two up to this size, so a multiple of it never cuts one."""
 
 Backend = Literal["batch", "kernel", "rows", "ranges"]
-Wish = Literal["auto", "batch", "kernel", "rows", "ranges", "pageable"]
+RequestedBackend = Literal["auto", "batch", "kernel", "rows", "ranges", "pageable"]
 """``pageable``: nothing is pinned, so every range is a copy of its own, and slow."""
-WISHES = get_args(Wish)
+REQUESTED_BACKENDS = get_args(RequestedBackend)
 
 KERNEL_BELOW = {"load": 28 << 10, "store": 0}
 """Mean range size under which the kernel is chosen by itself. Published for H100 (vLLM): loads gain below
@@ -27,28 +27,30 @@ the engine options load_kernel_below and store_kernel_below, whose defaults thes
 KERNEL_MIN_RANGES = 16
 
 
-def plan_pieces(
-    nbytes: int, first: int = GIB // 4, largest: int = GIB, align: int = PIECE_ALIGN
+def registration_ranges(
+    nbytes: int, first: int = GIB // 4, largest: int = GIB, align: int = REGISTRATION_ALIGN
 ) -> list[tuple[int, int]]:
     """Cut ``nbytes`` of arena into (start, end) offsets to be registered one after the other.
 
-    Pieces double from ``first`` to ``largest``: the slabs that are used first are pinned within
+    They double from ``first`` to ``largest``: the slabs that are used first are pinned within
     a second, and no call holds the driver, for which launches of kernels may wait, for long. All ends but
     the last are multiples of ``align``, so no slab is cut; a slot of several slabs may be, and its copies
     are (see ``split``).
     """
-    if not 0 < first <= largest <= LARGEST_PIECE or first % align or largest % align:
-        raise ValueError(f"pieces of {first} to {largest} bytes: not ≤ 64 GiB or not aligned")
-    pieces, start, size = [], 0, first
+    if not 0 < first <= largest <= LARGEST_REGISTRATION or first % align or largest % align:
+        raise ValueError(
+            f"registrations of {first} to {largest} bytes: not ≤ 64 GiB or not aligned"
+        )
+    found, start, size = [], 0, first
     while start < nbytes:
         end = min(start + size, nbytes)
-        pieces.append((start, end))
+        found.append((start, end))
         start, size = end, min(size * 2, largest)
-    return pieces
+    return found
 
 
-class LaneTable(NamedTuple):
-    """All lanes of one part as columns ``[lanes, 1]``, made once; see ``pages.Lane``."""
+class RunTable(NamedTuple):
+    """All runs of one part as columns ``[runs, 1]``, made once; see ``pages.StridedRun``."""
 
     base: Addresses
     stride: Addresses
@@ -56,19 +58,19 @@ class LaneTable(NamedTuple):
     segment: Addresses
 
 
-def lane_table(layout: SlotLayout, part: int) -> LaneTable:
-    """Of any lanes, equally spaced or not."""
-    lanes = layout.parts[part].pages.lanes
+def run_table(layout: SlotLayout, part: int) -> RunTable:
+    """Of any runs, equally spaced or not."""
+    runs = layout.parts[part].pages.runs
     rows = [
-        (lane.base_addr, lane.block_stride, lane.nbytes, segment)
-        for lane, segment in zip(lanes, layout.segments[part], strict=True)
+        (run.base_addr, run.block_stride, run.nbytes, segment)
+        for run, segment in zip(runs, layout.segments[part], strict=True)
     ]
-    columns = np.array(rows, dtype=np.int64).T
-    return LaneTable(*(np.ascontiguousarray(column)[:, None] for column in columns))
+    columns = np.array(rows, dtype=np.int64).reshape(-1, 4).T
+    return RunTable(*(np.ascontiguousarray(column)[:, None] for column in columns))
 
 
-def page_ranges(table: LaneTable, region: int, first: int, ids: Ids) -> Ranges:
-    """Every page of ``ids`` in every lane, lane by lane; ``region`` is the host address of the region."""
+def page_ranges(table: RunTable, region: int, first: int, ids: Ids) -> Ranges:
+    """Every page of ``ids`` in every run, run by run; ``region`` is the host address of the region."""
     pages = np.arange(first, first + len(ids), dtype=np.int64)
     device = table.base + ids * table.stride
     host = region + table.segment + pages * table.nbytes
@@ -95,42 +97,42 @@ def merge(ranges: Ranges) -> Ranges:
     return Ranges(device[starts], host[starts], sums)
 
 
-def split(ranges: Ranges, edges: Addresses) -> Ranges:
-    """Cut ranges so that none crosses one of the sorted host addresses ``edges``.
+def split(ranges: Ranges, boundaries: Addresses) -> Ranges:
+    """Cut ranges so that none crosses one of the sorted host addresses ``boundaries``.
 
     CUDA refuses a copy whose host memory lies in two registrations, or partly in one.
     """
     device, host, nbytes = ranges
-    low = np.searchsorted(edges, host, side="right")
-    high = np.searchsorted(edges, host + nbytes, side="left")
-    pieces = high - low + 1
-    if not (pieces > 1).any():
+    low = np.searchsorted(boundaries, host, side="right")
+    high = np.searchsorted(boundaries, host + nbytes, side="left")
+    parts = high - low + 1
+    if not (parts > 1).any():
         return ranges
-    owner = np.repeat(np.arange(len(host)), pieces)
-    number: Addresses = np.arange(len(owner)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
-    padded: Addresses = np.concatenate((edges, np.full(1, np.iinfo(np.int64).max)))
-    before = edges[np.maximum(low[owner] + number - 1, 0)]
+    owner = np.repeat(np.arange(len(host)), parts)
+    number: Addresses = np.arange(len(owner)) - np.repeat(np.cumsum(parts) - parts, parts)
+    padded: Addresses = np.concatenate((boundaries, np.full(1, np.iinfo(np.int64).max)))
+    before = boundaries[np.maximum(low[owner] + number - 1, 0)]
     start: Addresses = np.where(number == 0, host[owner], before)
     end: Addresses = np.minimum(padded[low[owner] + number], (host + nbytes)[owner])
     return Ranges(device[owner] + (start - host[owner]), start, end - start)
 
 
-def page_rows(bundle: Bundle, region: int, first: int, ids: Ids, max_pitch: int) -> list[Rows]:
-    """The same bytes as 2D copies: per run of neighbouring blocks one for all lanes, where pitches allow."""
-    b, found = bundle, []
+def page_rows(run: Run2D, region: int, first: int, ids: Ids, max_pitch: int) -> list[Rows]:
+    """The same bytes as 2D copies: per run of neighbouring blocks one for all runs, where pitches allow."""
+    b, found = run, []
     for at, block, count in consecutive(ids):
         device = b.base + block * b.block_stride
         host = region + b.segment + (first + at) * b.nbytes
         width = count * b.nbytes
         if count == 1 or b.block_stride == b.nbytes:
-            if b.lanes == 1 or (width <= b.spacing <= max_pitch >= b.segment_spacing):
-                found.append(Rows(device, b.spacing, host, b.segment_spacing, width, b.lanes))
+            if b.runs == 1 or (width <= b.spacing <= max_pitch >= b.segment_spacing):
+                found.append(Rows(device, b.spacing, host, b.segment_spacing, width, b.runs))
             else:
                 found += [
                     Rows(
                         device + i * b.spacing, width, host + i * b.segment_spacing, width, width, 1
                     )
-                    for i in range(b.lanes)
+                    for i in range(b.runs)
                 ]
         else:
             # Blocks that lie too far apart for a pitch are copied one by one.
@@ -144,14 +146,14 @@ def page_rows(bundle: Bundle, region: int, first: int, ids: Ids, max_pitch: int)
                     b.nbytes,
                     height,
                 )
-                for i in range(b.lanes)
+                for i in range(b.runs)
                 for j in range(0, count, height)
             ]
     return found
 
 
 def choose(
-    wish: Wish,
+    requested: RequestedBackend,
     kind: str,
     ranges: Ranges,
     *,
@@ -159,15 +161,15 @@ def choose(
     has_kernel: bool,
     kernel_below: Mapping[str, int] = KERNEL_BELOW,
 ) -> Backend:
-    """The back end for pinned ranges; a wish that cannot be granted falls back to the next best."""
+    """The back end for pinned ranges; one that cannot be had falls back to the next best."""
     limit = kernel_below[kind]
     count = len(ranges.nbytes)
-    if wish == "kernel" or (
-        wish == "auto" and count >= KERNEL_MIN_RANGES and ranges.total < limit * count
+    if requested == "kernel" or (
+        requested == "auto" and count >= KERNEL_MIN_RANGES and ranges.total < limit * count
     ):
         aligned = not ((ranges.device | ranges.host | ranges.nbytes) & 7).any()
         if has_kernel and aligned:
             return "kernel"
-    if wish in {"ranges", "rows"}:
-        return wish
+    if requested in {"ranges", "rows"}:
+        return requested
     return "batch" if has_batch else "rows"

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from lmcache_shm.client.jobs import Adapter
+from lmcache_shm.arena.job import Adapter
 
 Content = tuple[int, bytes]
 """Number of an adapter's content (it only grows, and 0 is none), digest (b"": has none)."""

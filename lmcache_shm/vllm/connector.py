@@ -19,8 +19,8 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from lmcache_shm.config import ConfigError, connector_config
 from lmcache_shm.log import NAME
+from lmcache_shm.vllm.engine_api import StepMetadata
 from lmcache_shm.vllm.layouts import layer_facts
-from lmcache_shm.vllm.metadata import StepMetadata
 from lmcache_shm.vllm.parent import obeyed_config
 from lmcache_shm.vllm.scheduler import SchedulerSide
 from lmcache_shm.vllm.start import Start, world_size
@@ -111,7 +111,7 @@ class LMCacheShmConnector(KVConnectorBase_V1, SupportsHMA):
             self.side.allocated(request, tables, num_external_tokens)
             planned = True
         if num_external_tokens and not planned:
-            self.side.doom(request, "an error, see above")
+            self.side.fail_load(request, "an error, see above")
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         return self.side.build_metadata(scheduler_output)
@@ -161,7 +161,7 @@ class LMCacheShmConnector(KVConnectorBase_V1, SupportsHMA):
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         meta = self._connector_metadata
         if isinstance(meta, StepMetadata) and meta.waiting:
-            self.worker.rest()
+            self.worker.back_off()
         received, failed = self.worker.results()
         return KVConnectorTransferResults(finished_recving=received, failed_recving=failed)
 

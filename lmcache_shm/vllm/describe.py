@@ -20,7 +20,7 @@ from lmcache_shm.client.fingerprint import (
     started,
 )
 from lmcache_shm.client.plan import CachePlan
-from lmcache_shm.protocol.descriptor import canonical
+from lmcache_shm.protocol.keys import canonical
 from lmcache_shm.protocol.rules import rule_words
 from lmcache_shm.vllm.layouts import WorkerFacts
 

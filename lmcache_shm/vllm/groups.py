@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from lmcache_shm.client.groups import IgnoredGroup, KVGroup, ModelError, unified_block_size
+from lmcache_shm.client.plan import IgnoredGroup, KVGroup, ModelError, unified_block_size
 from lmcache_shm.protocol.rules import ChunkedLocal, Full, Recurrent, Rule, Window
 
 # Names of KVCacheSpec classes, most specific first: what a subclass is decides, not what it is called.

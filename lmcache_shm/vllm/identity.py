@@ -15,7 +15,9 @@ from typing import Any
 
 import msgspec
 
-from lmcache_shm.client.jobs import Adapter
+from lmcache_shm.arena.job import Adapter
+from lmcache_shm.client.requests import Identity, Unidentified
+from lmcache_shm.vllm.adapters import KnownAdapters
 
 _encode = msgspec.msgpack.Encoder().encode
 _CONTENT_HASH = re.compile(r"([0-9a-f]{64}|[0-9a-f]{128})")
@@ -23,8 +25,13 @@ _HERE = os.urandom(16)
 """Of this process: what is meant in it only."""
 
 
-class Unidentified(Exception):
-    """Something in the request has no identity, so nothing of it may be stored or looked up."""
+def identify(request: Any, chunk_size: int, adapters: KnownAdapters) -> Identity | None:
+    """Of vLLM's `request`; None until its adapter is loaded, with the first step that needs it. Raises Unidentified."""
+    lora = request.lora_request
+    adapter = adapters.of(lora) if lora is not None else None
+    if lora is not None and adapter is None:
+        return None
+    return Identity(extra_of(request, chunk_size, adapter), salt_bytes(request), adapter)
 
 
 def extra_of(

@@ -8,8 +8,7 @@ from typing import Any, NamedTuple
 import msgspec
 from vllm import envs
 
-from lmcache_shm.client.groups import KVGroup, ModelError
-from lmcache_shm.client.plan import CachePlan
+from lmcache_shm.client.plan import CachePlan, KVGroup, ModelError
 from lmcache_shm.transfer.pages import GroupPages, PlacementError, SlotLayout, group_pages
 from lmcache_shm.transfer.pages import Part as PagePart
 from lmcache_shm.vllm.groups import content_bytes
@@ -30,7 +29,7 @@ the tensors' back. Other variables choose between kernels for the same computati
 
 @dataclass
 class WorkerFacts:
-    """What only a worker knows and a namespace must hold; it travels to the scheduler by way of the server.
+    """Facts of the namespace that only a worker knows; sent to the scheduler by way of the server.
 
     (vLLM's handshake carries one connector's metadata: under MultiConnector that may be another's.)
 
@@ -61,24 +60,6 @@ class LayerFacts(NamedTuple):
     """Of its KV cache, in vLLM's words: a worker may store another one than the engine was started with."""
     scales: str = ""
     """By which a quantized cache is scaled."""
-
-
-@dataclass(frozen=True)
-class RankLayout:
-    """One rank's share of the slots of a plan.
-
-    `layouts` holds only object groups of which this rank has layers; `place[g]` is the index of object
-    group g in it, or -1. `part[g][i]` is the index in that layout of KV cache group i.
-    """
-
-    layouts: tuple[SlotLayout, ...]
-    place: tuple[int, ...]
-    part: tuple[dict[int, int], ...]
-
-    @property
-    def region_bytes(self) -> list[int]:
-        """By object group; 0 where this rank has nothing."""
-        return [self.layouts[p].region_bytes if p >= 0 else 0 for p in self.place]
 
 
 def tensors_of(kv_caches: Mapping[str, Any], layers: Sequence[str]) -> list[Any]:
@@ -137,22 +118,18 @@ def _place(tensor: Any) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
     return tensor.data_ptr(), tuple(tensor.shape), tuple(tensor.stride())
 
 
-def rank_layout(plan: CachePlan, pages: Mapping[int, GroupPages]) -> RankLayout:
-    """The slots of `plan` as this rank fills them."""
-    layouts: list[SlotLayout] = []
-    place: list[int] = []
-    part: list[dict[int, int]] = []
-    for group in plan.groups:
-        mine = [p for p in group.parts if p.group.index in pages]
-        part.append({p.group.index: i for i, p in enumerate(mine)})
-        place.append(len(layouts) if mine else -1)
-        if mine:
-            layouts.append(
-                SlotLayout(
-                    [PagePart(pages[p.group.index], p.pages_per_chunk, p.first_page) for p in mine]
-                )
-            )
-    return RankLayout(tuple(layouts), tuple(place), tuple(part))
+def rank_layouts(plan: CachePlan, pages: Mapping[int, GroupPages]) -> list[SlotLayout]:
+    """Layout of this rank's region in the slots of each object group. Layers of other pipeline stages take no bytes."""
+    nothing = GroupPages((), 1)
+    return [
+        SlotLayout(
+            [
+                PagePart(pages.get(p.group.index, nothing), p.pages_per_chunk, p.first_page)
+                for p in group.parts
+            ]
+        )
+        for group in plan.groups
+    ]
 
 
 def worker_facts(

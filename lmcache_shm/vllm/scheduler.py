@@ -1,6 +1,6 @@
-"""The scheduler side of the connector: look up, plan loads and stores, hold blocks, settle with the server.
+"""The scheduler side of the connector: look up, plan loads and stores, hold blocks, flush ended stores.
 
-Everything here runs in the scheduler's thread, except `Settler`. One round trip to the server per looked-up
+Everything here runs in the scheduler's thread. One round trip to the server per looked-up
 request, at most one per step; nothing waits longer than the deadline, and nothing raises into the engine.
 """
 
@@ -12,20 +12,23 @@ from typing import Any
 
 from vllm.v1.request import RequestStatus
 
-from lmcache_shm.client.admission import Parking
+from lmcache_shm.client.copy_plan import CannotLoad, plan_load
 from lmcache_shm.client.counts import Counts
-from lmcache_shm.client.in_flight import Settlement, StoreBook
-from lmcache_shm.client.load_plan import CannotLoad, plan_load
-from lmcache_shm.client.loads import Loading
+from lmcache_shm.client.loads import LoadAdmission, Loading
 from lmcache_shm.client.lookup import Hit, look_up
-from lmcache_shm.client.registration import Epoch
-from lmcache_shm.client.settler import Settler
-from lmcache_shm.protocol.keys import KEY
-from lmcache_shm.server.catalog.index import split
+from lmcache_shm.client.registration import Registration
+from lmcache_shm.client.requests import Identity, RequestState
+from lmcache_shm.client.store_planner import Batch, EngineStep, StorePlanner
+from lmcache_shm.protocol.messages import Reserve
 from lmcache_shm.vllm.adapters import KnownAdapters
-from lmcache_shm.vllm.metadata import StepMetadata, WorkerReport
-from lmcache_shm.vllm.planner import StorePlanner
-from lmcache_shm.vllm.requests import RequestState
+from lmcache_shm.vllm.engine_api import (
+    ConnectorOutput,
+    KVCacheManager,
+    ScheduledRequest,
+    StepMetadata,
+    WorkerReport,
+)
+from lmcache_shm.vllm.identity import identify
 from lmcache_shm.vllm.start import Start
 
 log = logging.getLogger("lmcache_shm")
@@ -33,7 +36,7 @@ log = logging.getLogger("lmcache_shm")
 NEVER = float("inf")
 NOTHING = (0, False)
 LATER = (None, False)
-SETTLE_S = 10.0
+FLUSH_S = 10.0
 """A reset of the prefix cache, or the end, waits this long for copies that are underway."""
 _KEEP_BLOCKS = {RequestStatus.RUNNING, RequestStatus.WAITING_FOR_STREAMING_REQ}
 """Who is in one of these states holds blocks also without us: they are in the way of any reset."""
@@ -46,15 +49,14 @@ class SchedulerSide:
         self.start = start
         self.client = start.client
         self.counts = Counts()
-        self.book = StoreBook()
-        self.settler = Settler(self.client, self.book, lambda: self.start.latest)
-        self.planner = StorePlanner(self.book, self.counts)
-        self.parking = Parking(start.vllm_config, start.groups, len(start.ignored))
+        self.in_flight = start.in_flight
+        self.planner = StorePlanner(self.in_flight, self.counts)
+        self.admission = LoadAdmission(start.vllm_config, start.groups, len(start.ignored))
         self._manager: Any = None
         self.pool: Any = None
         self.adapters = KnownAdapters(start.world)
         self._requests: dict[str, RequestState] = {}
-        self._loading = Loading(self.book, self.counts)
+        self._loading = Loading(self.in_flight, self.counts)
         self._recomputing: set[str] = set()
         """Requests whose load failed, and that were not scheduled again since."""
         # Rank → changes of its weights that it has reported.
@@ -65,37 +67,42 @@ class SchedulerSide:
         self._null = 0
 
     # -------------------------------------------------------------------------------- requests
-    def on_new_request(self, request: Any) -> RequestState:
+    def on_new_request(self, request: ScheduledRequest) -> RequestState:
         state = self._requests.get(request.request_id)
         if state is None or state.request is not request:
-            state = RequestState(request, self.adapters, speculative=self.start.speculative)
+            state = RequestState(request, self._identify, speculative=self.start.speculative)
             self._requests[request.request_id] = state
             if request.lora_request is not None:
                 self.adapters.seen(request.lora_request)
         return state
 
-    def matched_tokens(self, request: Any, local_tokens: int) -> tuple[int | None, bool]:
+    def _identify(self, request: ScheduledRequest, chunk_size: int) -> Identity | None:
+        return identify(request, chunk_size, self.adapters)
+
+    def matched_tokens(
+        self, request: ScheduledRequest, local_tokens: int
+    ) -> tuple[int | None, bool]:
         """How many tokens beyond `local_tokens` can be loaded; idempotent until they are allocated for.
 
         None: vLLM shall pass over this request now and ask again in its next step.
         """
         state = self.on_new_request(request)
-        self.parking.leave(request.request_id)
+        self.admission.leave(request.request_id)
         if state.passed_over:
             # After a failed load vLLM leaves a request at the head of those that hold blocks, though it
             # has none: without room for it, it would stop them all. Passed over once, it goes back to
             # where it belongs.
             state.passed_over = False
             return LATER
-        epoch, lora = self._current(), request.lora_request
+        registration, lora = self._current(), request.lora_request
         state.loading = False
         self._drop_states(state)
         state.since = time.monotonic()
         foreign = lora is not None and self.adapters.foreign_blocks(lora)
         state.outdated = local_tokens > 0 and (self._local_outdated or foreign)
-        if epoch is not None and lora is not None and self.adapters.awaited(lora):
+        if registration is not None and lora is not None and self.adapters.awaited(lora):
             return LATER
-        if epoch is None or not state.enter(epoch):
+        if registration is None or not state.enter(registration):
             self._drop_hit(state)
             return NOTHING
         state.rewind()
@@ -109,32 +116,36 @@ class SchedulerSide:
             self.counts.add("misses.recomputing")
             return NOTHING
         hit = state.hit
-        if hit is None or hit.epoch is not epoch or hit.local_tokens != local_tokens:
-            hit = self._look_up(state, epoch, local_tokens)
+        if hit is None or hit.registration is not registration or hit.local_tokens != local_tokens:
+            hit = self._look_up(state, registration, local_tokens)
         if hit is None:
             return NOTHING
-        if not self.parking.has_room(request.num_tokens, hit.tokens, self.pool.num_gpu_blocks - 1):
+        if not self.admission.has_room(
+            request.num_tokens, hit.tokens, self.pool.num_gpu_blocks - 1
+        ):
             return LATER
         return hit.tokens - local_tokens, True
 
-    def _look_up(self, state: RequestState, epoch: Epoch, local_tokens: int) -> Hit | None:
+    def _look_up(
+        self, state: RequestState, registration: Registration, local_tokens: int
+    ) -> Hit | None:
         request = state.request
-        chunks = (request.num_tokens - 1) // epoch.plan.chunk_size
+        chunks = (request.num_tokens - 1) // registration.plan.chunk_size
         old, state.hit = state.hit, None
-        replaces = old.lease if old is not None and old.epoch is epoch else 0
-        if chunks * epoch.plan.chunk_size <= local_tokens:
+        replaces = old.lease if old is not None and old.registration is registration else 0
+        if chunks * registration.plan.chunk_size <= local_tokens:
             if replaces:
-                self.book.give_back(replaces)
+                self.in_flight.release(replaces)
             return None
         keys = state.extend(chunks)
         hit, why = look_up(
             self.client,
-            epoch,
+            registration,
             keys,
             local_tokens,
             request.num_tokens,
             replaces,
-            self.book.give_back,
+            self.in_flight.release,
         )
         self.counts.lookup(
             request.num_tokens - local_tokens, hit.tokens - local_tokens if hit else 0
@@ -143,18 +154,14 @@ class SchedulerSide:
             self.counts.add(f"misses.{why}")
             if why == "collision":
                 self.client.count("collision")
-        if hit is not None:
-            for group, (first, rows) in enumerate(zip(hit.first, hit.rows, strict=True)):
-                packed = bytes(keys.keys[first * KEY : (first + len(rows)) * KEY])
-                epoch.remember(group, *split(packed))
         state.hit = hit
-        self.settler.wake()
+        self.in_flight.wake()
         return hit
 
     def allocated(
-        self, request: Any, tables: Sequence[Sequence[int]], external_tokens: int
+        self, request: ScheduledRequest, tables: Sequence[Sequence[int]], external_tokens: int
     ) -> None:
-        """VLLM has blocks for `external_tokens` of what was offered (0: it does not want any)."""
+        """VLLM has allocated blocks for `external_tokens` of the offered tokens (0: it will not load any)."""
         state = self.on_new_request(request)
         if external_tokens == 0:
             self._drop_hit(state)
@@ -162,65 +169,67 @@ class SchedulerSide:
         state.loading = True
         req_id, hit = request.request_id, state.hit
         held = hit.local_tokens if hit is not None else 0
-        self.parking.enter(req_id, request.num_tokens, held + external_tokens, tables, self._null)
+        self.admission.enter(req_id, request.num_tokens, held + external_tokens, tables, self._null)
         if hit is None or req_id in self._loading:
-            self.doom(request, "nothing was offered")
+            self.fail_load(request, "nothing was offered")
             return
         state.hit = None
         state.prefix_tokens = total = hit.local_tokens + external_tokens
         try:
-            slots = plan_load(
-                hit.epoch.plan, hit.first, hit.n_chunks, hit.local_tokens, total, tables, self._null
+            copies = plan_load(
+                hit.registration.plan,
+                hit.first,
+                hit.n_chunks,
+                hit.local_tokens,
+                total,
+                tables,
+                self._null,
             )
         except CannotLoad as error:
-            self.book.give_back(hit.lease)
-            self.doom(request, str(error))
+            self.in_flight.release(hit.lease)
+            self.fail_load(request, str(error))
             return
-        self._loading.begin(req_id, hit, slots, state.adapter)
+        self._loading.begin(req_id, hit, copies, state.adapter)
 
-    def doom(self, request: Any, why: str) -> None:
-        """This load cannot be done; vLLM waits for it."""
+    def fail_load(self, request: ScheduledRequest, why: str) -> None:
+        """Report a load that vLLM waits for as failed."""
         self.on_new_request(request).no_external = True
-        self._loading.doom(request.request_id, why)
+        self._loading.fail(request.request_id, why)
 
-    def request_finished(self, request: Any) -> None:
+    def request_finished(self, request: ScheduledRequest) -> None:
         self._recomputing.discard(request.request_id)
         state = self._requests.pop(request.request_id, None)
         if state is not None:
             self._drop_hit(state)
             self._drop_states(state)
         if request.request_id not in self._loading:
-            self.parking.leave(request.request_id)
+            self.admission.leave(request.request_id)
 
     # ------------------------------------------------------------------------------------ steps
-    def build_metadata(self, output: Any) -> StepMetadata:
-        """Plan this step's stores, settle what has ended, one round trip if anything is to be said."""
+    def build_metadata(self, output: EngineStep) -> StepMetadata:
+        """Plan this step's stores and flush ended ones; at most one round trip."""
         self._notice()
         meta = StepMetadata(weights=self._counted, question=self.adapters.question)
-        self._loading.tell(meta)
+        self._loading.hand_over(meta)
         if output.num_scheduled_tokens or len(self._loading):
             self._dirty_since = min(self._dirty_since, time.monotonic())
         everybody = len(self._loading) == len(self._requests) > 0
         meta.waiting = everybody and not output.num_scheduled_tokens
         with self.survives("planning stores"):  # the loads go on their way in any case
             self._follow(output)
-            epoch = self._current()
-            self.settler.stepped()
-            with self.settler.exchange:
-                message = self.book.settle(self.start.latest)
-                self._release_blocks()
-                self._store(output, epoch, message, meta)
-        self.settler.wake()
+            self.in_flight.stepped()
+            self._store(output, meta)
+        self.in_flight.wake()
         return meta
 
-    def _follow(self, output: Any) -> None:
-        """Who was preempted, who runs now."""
+    def _follow(self, output: EngineStep) -> None:
+        """Update preempted and newly scheduled requests."""
         for req_id in output.preempted_req_ids or ():
             if req_id in self._requests:
                 self._drop_states(self._requests[req_id])
-        if self.parking or self._recomputing:
+        if self.admission or self._recomputing:
             for req_id in output.num_scheduled_tokens:
-                self.parking.leave(req_id)
+                self.admission.leave(req_id)
                 self._recomputing.discard(req_id)
 
     @contextmanager
@@ -232,45 +241,40 @@ class SchedulerSide:
             log.exception("lmcache_shm: %s failed", what)
             self.counts.add("errors")
 
-    def _store(
-        self, output: Any, epoch: Epoch | None, message: Settlement, meta: StepMetadata
-    ) -> None:
-        batch = None
-        if epoch is not None and self.start.writes:
-            batch = self.planner.plan(output, epoch, self._requests, self.pool)
+    def _store(self, output: EngineStep, meta: StepMetadata) -> None:
+        batch: Batch | None = None
+        current = self._current()  # before the flush: registering anew takes its lock
+
+        def reserve(registration: Registration | None) -> Reserve | None:
+            nonlocal batch
+            self._release_blocks()
+            if registration is not None and registration is current and self.start.writes:
+                batch = self.planner.plan(output, registration, self._requests, self.pool)
+            return batch.reserve if batch is not None else None
+
+        answer = self.in_flight.flush(reserve, defer=True)
         if batch is None:
-            if message.can_wait:
-                self.book.put_off(message)
-            elif message:
-                self.client.step(None, message.commit, message.abort, message.release)
             return
-        answer = self.client.step(batch.reserve, message.commit, message.abort, message.release)
-        if answer is None or epoch is None:
+        if answer is None:
             batch.drop()
-            return
-        if (
-            answer.boot != epoch.boot
-        ):  # a new server: the rows are in an arena that this plan is not for
-            batch.drop()
-            self.client.step(abort=batch.rows_of(answer))
             return
         for job in batch.open_jobs(answer):
             meta.stores.append(job)
-            meta.places[epoch.arena_id] = epoch.place
+            meta.places[job.arena_id] = batch.registration.place
 
-    def output(self, connector_output: Any) -> None:
-        """What the workers report with a step: ended loads, stores that could not begin."""
+    def output(self, connector_output: ConnectorOutput) -> None:
+        """Take the workers' reports of a step: ended loads, stores that could not begin."""
         failed = connector_output.failed_recving or ()
         for req_id in connector_output.finished_recving or ():
             hit, cancelled = self._loading.ended(req_id)
             if hit is not None:
-                self.book.give_back(hit.lease)
+                self.in_flight.release(hit.lease)
             state = self._requests.get(req_id)
             if req_id in failed:
                 self.counts.add("requests_recomputed")
                 self.client.count("load_failed")
             if state is None:
-                self.parking.leave(req_id)
+                self.admission.leave(req_id)
             elif cancelled:
                 self._take_blocks(state)
             elif req_id in failed:
@@ -278,10 +282,10 @@ class SchedulerSide:
                 self._recomputing.add(req_id)
         report = connector_output.kv_connector_worker_meta
         if isinstance(report, WorkerReport):
-            self.book.refuse(report.refused)
+            self.in_flight.refuse(report.refused)
             self._weights_changed(report.weights)
             self._follow_adapters(self.adapters.take(report.adapters, report.answer))
-        self.settler.wake()
+        self.in_flight.wake()
 
     def _follow_adapters(self, changed: set[int]) -> None:
         """Another content is loaded under these ids: what was computed or looked up before is void."""
@@ -292,21 +296,21 @@ class SchedulerSide:
                 state.void()
 
     def has_pending_block_frees(self) -> bool:
-        """Whether waiting for copies helps more than preempting somebody. Releases what can be released."""
-        # vLLM does not try again in this step, so what was released just now counts, too.
-        return self._settle_now() or self.book.held_alone()
+        """Whether waiting for copies frees blocks, so that no request need be preempted. Releases ended stores' blocks."""
+        # vLLM does not try again in this step, so blocks that were released just now count, too.
+        return self._flush_now() or self.in_flight.held_alone()
 
     def has_pending_work(self) -> bool:
-        """Whether the engine should go on stepping: copies are underway, or blocks wait to be released.
+        """Whether the engine should go on stepping: copies are in flight, or blocks wait to be released.
 
         A paused engine that keeps its requests does not count them as work, but goes on until loads have ended:
         they write into its blocks.
         """
-        return self.book.holding or len(self._loading) > 0
+        return self.in_flight.storing or self.in_flight.ended or len(self._loading) > 0
 
     # ------------------------------------------------------------------------------------- cache
-    def bind(self, manager: Any) -> None:
-        """Take references in this manager's block pool; let its reset find all of them given back.
+    def bind(self, manager: KVCacheManager) -> None:
+        """Take references in this manager's block pool; let its reset find all of them released.
 
         Before vLLM allocates blocks or counts free ones, those of ended copies are given back: so an idle
         engine needs no step for it, and nobody is preempted for blocks that nobody needs. Never *while* it
@@ -370,7 +374,7 @@ class SchedulerSide:
         holders = {r for m in managers for r, blocks in m.req_to_blocks.items() if blocks}
         if not all(map(self._holds_for_us, holders)):
             return False
-        if not self.wait_settled(SETTLE_S, loads=True):
+        if not self.wait_flushed(FLUSH_S, loads=True):
             return False
         for state in self._requests.values():
             self._drop_states(state)
@@ -395,32 +399,31 @@ class SchedulerSide:
         self._manager.free(request)
         request.num_computed_tokens = 0
         state.start_anew()
-        self.parking.leave(request.request_id)
+        self.admission.leave(request.request_id)
         self._recomputing.add(request.request_id)
 
-    def wait_settled(self, timeout_s: float, *, loads: bool = False) -> bool:
+    def wait_flushed(self, timeout_s: float, *, loads: bool = False) -> bool:
         """Until no store (and, with `loads`, no load) is underway and all is committed; False when the time was
         too short."""
         end = time.monotonic() + timeout_s
         while True:
-            self._settle_now()
-            if not self.book.busy and not (loads and self.book.loading):
+            self._flush_now()
+            if not self.in_flight.storing and not (loads and self.in_flight.loading):
                 return True
             if time.monotonic() > end:
-                log.warning("lmcache_shm: copies are still underway after %.0f s", timeout_s)
+                log.warning("lmcache_shm: copies are still in flight after %.0f s", timeout_s)
                 return False
-            time.sleep(0.002)  # the engine is idle, or on its way down: it has asked to wait
+            time.sleep(0.002)  # the engine is idle, or shutting down
 
     def close(self) -> None:
-        """Settle what can be settled, then say goodbye."""
+        """Flush the stores in flight, for a bounded time, then disconnect."""
         if self.client.up:
-            self.wait_settled(SETTLE_S / 2)
-        self.settler.close()
+            self.wait_flushed(FLUSH_S / 2)
         self.start.close()
 
     # ------------------------------------------------------------------------------------ inside
-    def _current(self) -> Epoch | None:
-        """The epoch to work in; it belongs to the weights in memory."""
+    def _current(self) -> Registration | None:
+        """The registration to work in; it belongs to the weights in memory."""
         self._notice()
         return self.start.current()
 
@@ -439,7 +442,7 @@ class SchedulerSide:
         if not self.start.weights.changed(max(at for _, at in told.values())):
             # The engine has moved on since, so only the count was outdated: plan the refused stores again.
             for state in self._requests.values():
-                state.epoch = None
+                state.registration = None
         self._notice()
 
     def _outdate(self, at: float) -> None:
@@ -450,20 +453,20 @@ class SchedulerSide:
             self._drop_hit(state)
             state.outdated = state.outdated or state.since <= at
 
-    def _settle_now(self) -> bool:
+    def _flush_now(self) -> bool:
         """Whether blocks were released."""
-        self.settler.settle()
+        self.in_flight.flush()
         return self._release_blocks()
 
     def _release_blocks(self) -> bool:
-        if not self.book.ended:
+        if not self.in_flight.ended:
             return False
-        self.pool.free_blocks(self.book.ended_blocks())
+        self.pool.free_blocks(self.in_flight.take_ended_blocks())
         return True
 
     def _drop_hit(self, state: RequestState) -> None:
         if state.hit is not None:
-            self.book.give_back(state.hit.lease)
+            self.in_flight.release(state.hit.lease)
             state.hit = None
 
     def _drop_states(self, state: RequestState) -> None:

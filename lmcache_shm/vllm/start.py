@@ -1,4 +1,4 @@
-"""The engine meets a server: checks at the start, registration, and what follows when servers come and go.
+"""Startup of the scheduler side: checks, registration, and registering anew when servers come and go.
 
 What is wrong with the model or the engine's options is an error at engine start if a server is there to
 say so in time. If none is, the engine serves without a cache, and the client keeps looking for one in
@@ -8,14 +8,13 @@ the background; an error then is one line in the log, and the cache stays off.
 import hashlib
 import logging
 import time
-from collections import deque
 from typing import Any
 
 from lmcache_shm.client.autostart import AutostartError, ensure_server
-from lmcache_shm.client.client import CacheClient
-from lmcache_shm.client.groups import ModelError
-from lmcache_shm.client.plan import CachePlan, chosen_chunk_size, make_plan
-from lmcache_shm.client.registration import Epoch
+from lmcache_shm.client.client import CacheClient, pack_rows
+from lmcache_shm.client.in_flight import InFlightStores
+from lmcache_shm.client.plan import CachePlan, ModelError, chosen_chunk_size, make_plan
+from lmcache_shm.client.registration import Registration
 from lmcache_shm.client.weights import PRIVATE, Weights, private
 from lmcache_shm.config import Config
 from lmcache_shm.protocol.messages import GroupInfo, HelloReply, Register, Registered
@@ -36,13 +35,13 @@ READY_S = 10.0
 
 
 class Start:
-    """Scheduler side of the connection. `current()` gives the epoch to work in, or None: no cache now."""
+    """Scheduler side of the connection. `current()` gives the registration to work in, or None: no cache now."""
 
     def __init__(
         self, vllm_config: Any, kv_cache_config: Any, config: Config, *, alone: bool = True
     ) -> None:
         """`alone`: there is no other connector. Raises ModelError when this model cannot be cached as it is
-        started, whatever the server says."""
+        started, with any server."""
         self.alone = alone
         self.vllm_config = vllm_config
         self.kv_cache_config = kv_cache_config
@@ -53,21 +52,18 @@ class Start:
         self.groups, self.ignored = kv_groups(kv_cache_config, dcp)
         self._notes = check_recurrent(vllm_config, self.groups, config.mamba_steps)
         self.client = CacheClient(config, engine_id(vllm_config), self._register, self._registered)
+        self.in_flight = InFlightStores(self.client, lambda: self.latest)
         self.weights = Weights(
             str(vllm_config.instance_id), config.weight_version, lambda: loaded_weights(vllm_config)
         )
-        self._registering = ""  # the weights that the registration underway is for
         self._waited = False
-        self._plan: CachePlan | None = None
-        self._descriptor = b""
-        self._coming: deque[Epoch] = deque()
-        self._epoch: Epoch | None = None
-        self.latest: Epoch | None = None
-        """The last epoch there was, also when its server is gone. Any thread."""
+        self._register_for: tuple[CachePlan, Register, str] | None = None
+        self.latest: Registration | None = None
+        """The last registration there was, also when its server is gone. Any thread."""
         self.speculative = vllm_config.speculative_config is not None
         transfer = vllm_config.kv_transfer_config
         self.reads, self.writes = transfer.is_kv_consumer, transfer.is_kv_producer
-        """What the engine's kv_role allows."""
+        """Whether the engine's kv_role allows loads, and stores."""
         self._logged: CachePlan | None = None
 
     def open(self) -> None:
@@ -106,26 +102,22 @@ class Start:
                 f"the lmcache-shm server does not take this engine: {self.client.refusal}"
             )
 
-    def current(self) -> Epoch | None:
-        """The epoch of the connection in use; None while there is none. Scheduler thread only."""
-        while self._coming:
-            self._epoch = self._coming.popleft()
-        epoch = self._epoch if self.client.up else None
-        if epoch is not None and epoch.weights != self.weights.identity:
-            return self._move(epoch)
-        return epoch
+    def current(self) -> Registration | None:
+        """The registration of the connection in use; None while there is none. Scheduler thread only."""
+        registration = self.latest if self.client.up else None
+        if registration is not None and registration.weights != self.weights.identity:
+            return self._move(registration)
+        return registration
 
-    def _move(self, epoch: Epoch) -> Epoch | None:
+    def _move(self, registration: Registration) -> Registration | None:
         """Register for the namespace of the weights that are in memory now. Waits at most the deadline of a look-up;
         None if that was too short."""
         end = time.monotonic() + self.config.deadline_ms / 1e3
-        if epoch.weights.startswith(PRIVATE):
+        if registration.weights.startswith(PRIVATE):
             self.client.clear()  # no other engine can have the token
         self.client.renew()
         self.client.wait(max(end - time.monotonic(), 0))
-        while self._coming:
-            self._epoch = self._coming.popleft()
-        current = self._epoch if self.client.up else None
+        current = self.latest if self.client.up else None
         return current if current and current.weights == self.weights.identity else None
 
     def plan_for(self, hello: HelloReply) -> CachePlan:
@@ -138,36 +130,26 @@ class Start:
         plan = self.plan_for(hello)
         workers = [WorkerFacts.decode(told) for told in self.client.facts]
         self.weights.wait()
-        self._plan = plan
-        self._registering = self.weights.identity or private()
-        self._descriptor = descriptor(
-            self.vllm_config, self.kv_cache_config, plan, workers, self._registering
-        )
-        return Register(
+        weights = self.weights.identity or private()
+        register = Register(
             engine_id=self.client.engine_id,
             world=self.world,
             replicas=self.replicas,
             chunk_size=plan.chunk_size,
-            descriptor=self._descriptor,
+            descriptor=descriptor(self.vllm_config, self.kv_cache_config, plan, workers, weights),
             groups=[group_info(plan, i) for i in range(len(plan.groups))],
+            busy_rows=pack_rows(self.in_flight.busy(hello.arena_id)),
             name=str(self.vllm_config.model_config.model),
         )
+        self._register_for = plan, register, weights
+        return register
 
     def _registered(self, registered: Registered, hello: HelloReply) -> None:
-        arena, plan = self.client.arena, self._plan
-        if arena is None or plan is None:
+        arena = self.client.arena
+        if arena is None or self._register_for is None:
             raise ValueError("registered without an arena")
-        self.latest = Epoch.of(
-            registered,
-            hello,
-            arena,
-            plan,
-            self._descriptor,
-            self.world,
-            self.replicas,
-            self._registering,
-        )
-        self._coming.append(self.latest)
+        plan, register, weights = self._register_for
+        self.latest = Registration.of(registered, hello, arena, plan, register, weights)
         if self._logged != plan:
             self._logged = plan
             log.info(
@@ -179,14 +161,15 @@ class Start:
                 log.info("lmcache_shm: %s", line)
 
     def close(self) -> None:
+        self.in_flight.close()
         self.weights.close()
-        if self._epoch is not None and self._epoch.weights.startswith(PRIVATE):
+        if self.latest is not None and self.latest.weights.startswith(PRIVATE):
             self.client.clear()  # as in `_move`
         self.client.close()
 
 
 def group_info(plan: CachePlan, index: int) -> GroupInfo:
-    """Object group `index` as the server is told of it."""
+    """Object group `index` as it is registered."""
     group = plan.groups[index]
     word, tokens = rule_words(group.rule)
     return GroupInfo(

@@ -1,7 +1,4 @@
-"""Counters of both sides, in vLLM's log line and in its Prometheus endpoint. They only grow.
-
-A counter's name is ``family`` or ``family.reason``; `FAMILIES` says what the families mean.
-"""
+"""The counters of both sides (`client.counts`) in vLLM's log line and in its Prometheus endpoint."""
 
 from typing import Any
 
@@ -10,24 +7,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorStats,
 )
 
+from lmcache_shm.client.counts import FAMILIES
+
 PREFIX = "vllm:lmcache_shm_"
-FAMILIES = {
-    "query_tokens": "Prompt tokens looked up in the arena beyond what the engine held itself.",
-    "hit_tokens": "Prompt tokens found in the arena.",
-    "misses": "Lookups that could not be served, by reason.",
-    "stored_chunks": "Chunks (per object group) that were given to the workers to store.",
-    "stores_skipped": "Chunks (per object group) that were not stored, by reason.",
-    "requests_recomputed": "Requests whose load failed and that were computed instead.",
-    "loads": "Loads that a worker ended well.",
-    "loads_failed": "Loads that failed, by reason.",
-    "loaded_bytes": "Bytes copied from the arena into KV cache blocks.",
-    "load_seconds": "Time from submitting a load to its end, summed.",
-    "stores": "Store jobs that a worker ended well.",
-    "stores_failed": "Store jobs that failed, by reason.",
-    "stored_bytes": "Bytes copied from KV cache blocks into the arena.",
-    "store_seconds": "Time from submitting a store to its end, summed.",
-    "errors": "Unexpected errors inside the connector.",
-}
 
 
 class ShmStats(KVConnectorStats):

@@ -10,36 +10,37 @@ import threading
 import time
 from typing import Any, cast
 
+from lmcache_shm.arena.job import Adapter, CopyJob
 from lmcache_shm.arena.layout import RING
 from lmcache_shm.arena.segment import Arena
 from lmcache_shm.client.counts import Counts
-from lmcache_shm.client.jobs import Adapter, Job, Place, SlotCopy
+from lmcache_shm.client.jobs import Place
 from lmcache_shm.client.plan import chosen_chunk_size, make_plan
 from lmcache_shm.config import Config
 from lmcache_shm.protocol.messages import HelloReply
-from lmcache_shm.transfer.engine import CopyItem, CopyJob, JobResult, PageRun
+from lmcache_shm.transfer.engine import JobResult
 from lmcache_shm.transfer.pages import GroupPages
-from lmcache_shm.transfer.plan import Wish
+from lmcache_shm.transfer.plan import RequestedBackend
 from lmcache_shm.transfer.select import open_engine
 from lmcache_shm.vllm.adapters import LoadedAdapters
+from lmcache_shm.vllm.engine_api import StepMetadata, WorkerReport
 from lmcache_shm.vllm.groups import kv_groups
 from lmcache_shm.vllm.hooks import CHANGES, watch_worker
 from lmcache_shm.vllm.layouts import (
     LayerFacts,
     WorkerFacts,
     pages_by_group,
-    rank_layout,
+    rank_layouts,
     tensors_of,
     worker_facts,
 )
-from lmcache_shm.vllm.metadata import StepMetadata, WorkerReport
-from lmcache_shm.vllm.mount import Attachment, Mount
+from lmcache_shm.vllm.mapped_arena import MappedArena, WorkerConnection
 from lmcache_shm.vllm.start import engine_id
 
 log = logging.getLogger("lmcache_shm")
 
 PUBLISH_S = 0.002
-REST_S = 0.002
+BACKOFF_S = 0.002
 """How long a request that arrives meanwhile may have to wait for it."""
 DRAIN_S = 5.0
 """At the end, stores that are underway get this long."""
@@ -64,12 +65,12 @@ class WorkerSide:
         self.adapters = LoadedAdapters(rank, vllm_config.lora_config)
         self.adapters.watch()
         self.facts: WorkerFacts | None = None
-        self.attachment = Attachment(
+        self.connection = WorkerConnection(
             config, engine_id(vllm_config), rank, world, self.replicas, self._prepare
         )
         self._pages: dict[int, GroupPages] = {}
         self._tensors: list[Any] = []
-        self._mounts: dict[bytes, Mount] = {}
+        self._mapped: dict[bytes, MappedArena] = {}
         self._lock = threading.Lock()
         self._loaded: list[tuple[str, bool]] = []
         self._refused: dict[int, set[int]] = {}
@@ -98,43 +99,44 @@ class WorkerSide:
         self.facts = worker_facts(
             self.kv_cache_config, kv_caches, self.groups, self._pages, layers, self.rank, self.world
         )
-        self.attachment.say(self.facts.encode())
+        self.connection.say(self.facts.encode())
         self._publisher.start()
-        self.attachment.start()
+        self.connection.start()
 
     def _prepare(self, hello: HelloReply, arena: Arena) -> list[int]:
         """Be ready to copy in this arena under this server's options; bytes of this rank's regions."""
         wanted = chosen_chunk_size(hello.chunk_size, self.config.chunk_size)
         plan = make_plan(self.groups, self.ignored, wanted, separate=hello.separate)
         arena_id = bytes(arena.arena_id)
-        mount = self._mounts.get(arena_id)
-        if mount is not None and mount.plan == plan:
-            return mount.layout.region_bytes
-        if mount is not None:  # the same memory, cut differently
-            self._unmount(mount)
-        layout = rank_layout(plan, self._pages)
+        mapped = self._mapped.get(arena_id)
+        if mapped is not None and mapped.plan == plan:
+            return mapped.region_bytes
+        if mapped is not None:  # the same memory, cut differently
+            self._unmap(mapped)
+        layouts = rank_layouts(plan, self._pages)
         below = {"load": self.config.load_kernel_below, "store": self.config.store_kernel_below}
         engine = open_engine(
             arena,
-            layout.layouts,
+            layouts,
             self._tensors,
             threads=self.config.transfer_threads,
-            backend=cast("Wish", self.config.copy_backend),
+            backend=cast("RequestedBackend", self.config.copy_backend),
             kernel_below=below,
         )
+        mapped = MappedArena(arena, plan, layouts, engine)
         with self._lock:
-            self._mounts[arena_id] = Mount(arena, plan, layout, engine)
+            self._mapped[arena_id] = mapped
         self._submitted.set()  # there may be another to be given up
-        return layout.region_bytes
+        return mapped.region_bytes
 
-    def _unmount(self, mount: Mount) -> None:
-        """End what is underway in a mount, and report it. Its memory may be pinned again afterwards."""
+    def _unmap(self, mapped: MappedArena) -> None:
+        """End the jobs in flight in a mapped arena, and report them. Its memory may be pinned again afterwards."""
         with self._lock:  # from now on no job finds it
-            self._mounts.pop(bytes(mount.arena.arena_id), None)
-        mount.engine.close()
-        while mount.jobs:  # also one that was being submitted meanwhile: it has a result, too
-            for result in mount.engine.poll():
-                self._report(mount, result)
+            self._mapped.pop(bytes(mapped.arena.arena_id), None)
+        mapped.engine.close()
+        while mapped.jobs:  # also one that was being submitted meanwhile: it has a result, too
+            for result in mapped.engine.poll():
+                self._report(mapped, result)
             time.sleep(PUBLISH_S)
 
     # ------------------------------------------------------------------------------------- steps
@@ -142,110 +144,85 @@ class WorkerSide:
         """Submit this step's loads, after the work that was submitted to the device before."""
         self._planned_for = meta.weights.get(self.rank, 0)
         with self._lock:
-            self._loaded += [(req_id, False) for req_id in meta.doomed]
+            self._loaded += [(req_id, False) for req_id in meta.failed]
         for job in meta.loads:
-            self._try(job, "load", meta.places[job.arena_id], self.config.load_deadline_s)
+            self._try(job, meta.places[job.arena_id], self.config.load_deadline_s)
 
     def start_stores(self, meta: StepMetadata) -> None:
         """Submit this step's stores; they read what this step has written."""
         for job in meta.stores:
             # Where another rank holds the same bytes, and stores them, this one has only to agree.
             if self.writer or job.adapter is not None:
-                self._try(job, "store", meta.places[job.arena_id], self.config.store_deadline_s)
+                self._try(job, meta.places[job.arena_id], self.config.store_deadline_s)
 
-    def _try(self, job: Job, kind: Any, place: Place, deadline_s: float) -> None:
+    def _try(self, job: CopyJob, place: Place, deadline_s: float) -> None:
         """Submit; whatever goes wrong, the job gets an answer, and the engine lives."""
         if self.changes != self._planned_for:
-            self._fail(f"{kind}s_failed.weights", "it was planned before the weights were changed")
-            self._refuse(job, kind)
+            why = "it was planned before the weights were changed"
+            self._fail(f"{job.kind}s_failed.weights", why)
+            self._refuse(job)
             return
         with self._lock:
-            mount = self._mounts.get(job.arena_id)
-            if mount is not None and not mount.fits(place):
-                mount = None
-            if mount is not None:
-                mount.jobs[job.id] = job, place
-                if kind == "load":
+            mapped = self._mapped.get(job.arena_id)
+            if mapped is not None and not mapped.fits(place):
+                mapped = None
+            if mapped is not None:
+                mapped.jobs[job.id] = job, place
+                if job.kind == "load":
                     self._loads.add(job.id)
-        if mount is None:
+        if mapped is None:
             self._fail(
-                f"{kind}s_failed.arena", "the arena it was planned for is not mapped so any more"
+                f"{job.kind}s_failed.arena",
+                "the arena it was planned for is not mapped so any more",
             )
-            self._refuse(job, kind)
+            self._refuse(job)
             return
-        if job.adapter is not None and not self._fits_adapter(job.adapter, kind):
+        if job.adapter is not None and not self._fits_adapter(job.adapter, job.kind):
             self._report(
-                mount, JobResult(job.id, kind, ok=False, reason="adapter: it was replaced")
+                mapped, JobResult(job.id, job.kind, ok=False, reason="adapter: it was replaced")
             )
             return
         try:
-            self._submit(mount, job, kind, place, deadline_s)
+            self._submit(mapped, job, place, deadline_s)
         except Exception:
-            log.exception("lmcache_shm: a %s could not be submitted", kind)
+            log.exception("lmcache_shm: a %s could not be submitted", job.kind)
             self.counts.add("errors")
-            if mount.jobs.pop(job.id, None) is not None:
-                self._refuse(job, kind)
+            if mapped.jobs.pop(job.id, None) is not None:
+                self._refuse(job)
 
     def _fits_adapter(self, adapter: Adapter, kind: str) -> bool:
         """A store's bytes were computed with it; a load's are those that would be computed now."""
         loaded = self.adapters
         return loaded.same(adapter) if kind == "store" else loaded.would_compute(adapter)
 
-    def _refuse(self, job: Job, kind: str) -> None:
-        """It was not even begun."""
+    def _refuse(self, job: CopyJob) -> None:
+        """Report a job that was not begun."""
         with self._lock:
-            if kind == "load":
+            if job.kind == "load":
                 self._loads.discard(job.id)
                 self._loaded.append((job.req_id, False))
             else:
                 self._refused.setdefault(job.id, set()).add(self.rank)
 
-    def _submit(self, mount: Mount, job: Job, kind: Any, place: Place, deadline_s: float) -> None:
-        writes = kind == "load" or self.writer
-        slots = job.slots if writes else []
-        items = [
-            item for slot in slots if (item := self._item(mount, slot, place, kind)) is not None
-        ]
-        if items:
-            copy = CopyJob(job.id, kind, items, deadline_s, job.arena_id)
-            mount.engine.submit(copy)  # on a device it waits for what was launched before
-            self._submitted.set()
-        else:  # nothing of it lies on this rank, or another one stores it
-            self._report(mount, JobResult(job.id, kind, ok=True))
-
-    def _item(self, mount: Mount, slot: SlotCopy, place: Place, kind: str) -> CopyItem | None:
-        at = mount.layout.place[slot.group]
-        parts = mount.layout.part[slot.group]
-        runs = [
-            PageRun(parts[group], first, ids) for group, first, ids in slot.runs if group in parts
-        ]
-        if at < 0 or not runs:
-            return None
+    def _submit(self, mapped: MappedArena, job: CopyJob, place: Place, deadline_s: float) -> None:
+        if job.kind == "store" and not self.writer:  # another rank stores it
+            self._report(mapped, JobResult(job.id, job.kind, ok=True))
+            return
         writer = self.rank - self.rank % self.replicas
-        if kind == "store":
-            checked = place.checksum != "off"
-        else:  # a slot may have been committed under an earlier server, without checksums
-            checked = place.checksum == "verify" and bool(mount.arena.cold["checks"][slot.row])
-        return CopyItem(
-            row=slot.row,
-            offset=slot.offset + place.region_offsets[slot.group][self.rank],
-            generation=slot.generation,
-            group=at,
-            runs=runs,
-            checksum_at=slot.offset + place.checksum_offset[slot.group] + 8 * writer
-            if checked
-            else -1,
-        )
+        checks = mapped.arena.cold["checks"]
+        regions, checksums = place.on_rank(job, self.rank, writer, checks)
+        mapped.engine.submit(job, regions, checksums, deadline_s)
+        self._submitted.set()
 
     # ------------------------------------------------------------------------------------ results
-    def rest(self) -> None:
+    def back_off(self) -> None:
         """In a step that computes nothing: let the copy threads have the interpreter for a moment.
 
         vLLM would come back at once, again and again, and each time they are between two copies they would
         have to wait for it (up to 5 ms, the interpreter's switch interval).
         """
-        for mount in list(self._mounts.values()):
-            mount.engine.drain(REST_S)
+        for mapped in list(self._mapped.values()):
+            mapped.engine.drain(BACKOFF_S)
 
     def results(self) -> tuple[set[str], set[str]]:
         """Requests whose loads have ended since the last call, and those of them that failed."""
@@ -268,20 +245,20 @@ class WorkerSide:
         return WorkerReport(refused, {self.rank: adapters}, question, weights)
 
     def publish(self) -> None:
-        """Pass on what the engines have ended. Any thread."""
-        for mount in list(self._mounts.values()):
-            for result in mount.engine.poll():
-                self._report(mount, result)
+        """Report the jobs that the engines have ended. Any thread."""
+        for mapped in list(self._mapped.values()):
+            for result in mapped.engine.poll():
+                self._report(mapped, result)
 
-    def _report(self, mount: Mount, result: JobResult) -> None:
+    def _report(self, mapped: MappedArena, result: JobResult) -> None:
         with self._lock:
-            job, place = mount.jobs.pop(result.id)
+            job, place = mapped.jobs.pop(result.id)
             ok, kind = result.ok and job.id not in self._void, result.kind
             if kind == "load" and job.adapter is not None:
                 ok = ok and self.adapters.same(job.adapter)
             self._void.discard(job.id)
             self._loads.discard(job.id)
-            mount.arena.boards[place.client, self.rank, job.id % RING] = job.id << 1 | int(ok)
+            mapped.arena.boards[place.client, self.rank, job.id % RING] = job.id << 1 | int(ok)
             if kind == "load":
                 self._loaded.append((job.req_id, ok))
         if ok:
@@ -306,24 +283,24 @@ class WorkerSide:
         while True:
             self._submitted.wait()
             self._submitted.clear()
-            self._unmount_idle()
-            while any(mount.jobs for mount in list(self._mounts.values())):
-                for mount in list(self._mounts.values()):
-                    mount.engine.drain(PUBLISH_S)  # returns as soon as nothing is underway
+            self._unmap_idle()
+            while any(mapped.jobs for mapped in list(self._mapped.values())):
+                for mapped in list(self._mapped.values()):
+                    mapped.engine.drain(PUBLISH_S)  # returns as soon as nothing is underway
                 self.publish()
-                self._unmount_idle()
+                self._unmap_idle()
             if self._closed:
                 return
 
-    def _unmount_idle(self) -> None:
+    def _unmap_idle(self) -> None:
         """Close the engines of arenas that were replaced, once nothing is underway in them. To unpin a large one
         takes seconds: not for the engine's thread."""
-        current = self.attachment.arena_id
+        current = self.connection.arena_id
         with self._lock:
-            idle = [a for a, m in self._mounts.items() if a != current and not m.jobs]
-            mounts = [self._mounts.pop(a) for a in idle]
-        for mount in mounts:
-            mount.engine.close()
+            idle = [a for a, m in self._mapped.items() if a != current and not m.jobs]
+            mapped_arenas = [self._mapped.pop(a) for a in idle]
+        for mapped in mapped_arenas:
+            mapped.engine.close()
 
     # ------------------------------------------------------------------------------------ weights
     @property
@@ -345,13 +322,13 @@ class WorkerSide:
         self._closed = True
         self._weights.listeners.remove(self._weights_changed)
         end = time.monotonic() + DRAIN_S
-        for mount in list(self._mounts.values()):
-            mount.engine.drain(max(end - time.monotonic(), 0))
+        for mapped in list(self._mapped.values()):
+            mapped.engine.drain(max(end - time.monotonic(), 0))
         self.publish()
         self._submitted.set()
         if self._publisher.is_alive():
             self._publisher.join(DRAIN_S)
-        self.attachment.close()
-        for mount in list(self._mounts.values()):
-            mount.engine.close()
-        self._mounts.clear()
+        self.connection.close()
+        for mapped in list(self._mapped.values()):
+            mapped.engine.close()
+        self._mapped.clear()

@@ -22,9 +22,9 @@ class Takeover:
         regions = Regions.of(geometry)
         self.hot = np.frombuffer(memory, HOT_DTYPE, geometry.max_slots, regions.hot)
         self.cold = np.frombuffer(memory, COLD_DTYPE, geometry.max_slots, regions.cold)
-        (mount,) = get_kv_transfer_group().worker._mounts.values()
-        self.data = mount.arena.data_array
-        self.engine = mount.engine
+        (mapped,) = get_kv_transfer_group().worker._mapped.values()
+        self.data = mapped.arena.data_array
+        self.engine = mapped.engine
         self.copiers = self.engine._copiers
         self.taken: dict[int, tuple[int, int]] = {}
         self.engine._copiers = [

@@ -1,10 +1,20 @@
 """Real engines: one process per model for most checks, never two at work at once."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from tests.e2e.lab import BENCHES, Lab
+from tools.harness import leftovers
+from tools.tiny_models.zygote import zygotes
+
+
+@pytest.fixture(scope="session", autouse=True)
+def imported_once(runtime_dir: Path) -> Iterator[None]:
+    """Engines are forked from processes that have imported vLLM, and that end with the run."""
+    with zygotes(leftovers.shared_processes.add):
+        yield
 
 
 @pytest.fixture(scope="module", params=list(BENCHES))

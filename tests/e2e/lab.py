@@ -80,17 +80,17 @@ class Lab:
             instance, chunk_size=bench.chunk, size_mb=256, flags=("--log-level", "debug")
         )
         try:
-            self.engine = self.new_engine("1")
+            self.engine = self.new_engine()
         except BaseException:
             self.server.close()
             raise
 
-    def new_engine(self, hash_seed: str, **options: Any) -> Engine:
-        """An engine with the connector, in a process with that PYTHONHASHSEED."""
+    def new_engine(self, hash_seed: str | None = None, **options: Any) -> Engine:
+        """An engine with the connector, in a process with that PYTHONHASHSEED (None: that of the tests' engines)."""
         return Engine(
             self.bench.family,
             connector=self.server.connector(**options),
-            env={"PYTHONHASHSEED": hash_seed},
+            env={"PYTHONHASHSEED": hash_seed} if hash_seed else {},
         )
 
     def close(self) -> None:

@@ -10,8 +10,8 @@ from tests.unit import recipe_tables
 from tools.tiny_models.process import Output
 
 BOUNDARY = ("below", "at", "above")
-SECOND_ENGINE = {"gemma3", "qwen3_5", "falcon_h1"}
-"""A window, GDN, and Mamba beside full attention; the others with LONG_TESTS=1."""
+SECOND_ENGINE = {"gemma3", "qwen3_5"}
+"""A window, and GDN beside full attention; the others with LONG_TESTS=1."""
 
 
 def externals(outputs: list[Output]) -> list[int]:

@@ -125,7 +125,7 @@ def test_an_engine_that_is_killed_in_the_middle_of_a_copy_leaves_nothing(
     assert table.rows().tolist() == before.tolist()
     assert lab.server.check() == []
 
-    lab.engine = lab.new_engine("3")
+    lab.engine = lab.new_engine()
     leftovers.shared_processes.update(leftovers.processes_of(leftovers.mark()))
     names = ["start of long", *NAMES]
     outputs = lab.run(*names)
@@ -212,7 +212,7 @@ def stopped_load(lab: Lab, marks: Path) -> Iterator[list[Output]]:
         lab.engine.ask("python", code=ARM, spec=None)
 
 
-COPIER = TRANSFER + "strided:BundleCopier."
+COPIER = TRANSFER + "strided:RunCopier."
 ARM = """
 import os
 from tools.harness import failpoints

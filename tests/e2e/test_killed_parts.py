@@ -33,7 +33,7 @@ STORED = {name: tokens(name, LENGTH) for name in ("first", "second", "third")}
 """Committed before the kill; the others come with it."""
 OTHERS = {name: tokens(name, LENGTH) for name in ("new", "newer")}
 PROMPTS = STORED | OTHERS
-COPIER = TRANSFER + "strided:BundleCopier."
+COPIER = TRANSFER + "strided:RunCopier."
 
 
 class House:

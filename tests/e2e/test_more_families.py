@@ -20,17 +20,17 @@ BENCHES = [
     Bench("mistral_sw", 96, (SLIDING,)),
     pytest.param(Bench("gemma2", 96, (FULL, SLIDING)), marks=LONG),
     Bench("gemma3n", 128, (FULL, SLIDING)),  # the last layers own no KV
-    Bench("gemma4_shared", 128, (FULL, SLIDING)),  # the same
+    pytest.param(Bench("gemma4_shared", 128, (FULL, SLIDING)), marks=LONG),  # the same
     pytest.param(
         Bench("cohere2", 64, (FULL, Rule("window", 65))), marks=LONG
     ),  # a window that reaches over two chunks
     pytest.param(Bench("olmo3", 128, (FULL, SLIDING)), marks=LONG),
     Bench("llama4", 64, (FULL, Rule("chunked", 128))),
     pytest.param(Bench("qwen3_5_moe", 160, (FULL, STATE)), marks=LONG),
-    Bench("qwen3_next", 320, (FULL, STATE)),
+    pytest.param(Bench("qwen3_next", 320, (FULL, STATE)), marks=LONG),
     pytest.param(Bench("granite_hybrid", 96, (FULL, STATE)), marks=LONG),
     Bench("nemotron_h", 192, (FULL, STATE)),
-    Bench("zamba2", 96, (FULL, STATE)),
+    pytest.param(Bench("zamba2", 96, (FULL, STATE)), marks=LONG),
     Bench("jamba", 128, (FULL, STATE)),
     Bench("lfm2", 128, (FULL, STATE)),
     pytest.param(Bench("lfm2_moe", 256, (FULL, STATE)), marks=LONG),

@@ -24,7 +24,7 @@ MORE = [
     "deepseek_v3",
 ]  # twenty seconds each, so not every time
 
-# The real engine's KVCacheConfig, with the keys of lmcache_shm.vllm.model_facts.facts.
+# The real engine's KVCacheConfig, with the keys of lmcache_shm.vllm.probe.resolve.facts.
 REAL = """
 from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind
 config = scheduler.kv_cache_config
@@ -107,7 +107,10 @@ def test_the_cuda_answer_needs_no_gpu(tmp_path: Any, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize(
     ("name", "block", "layers", "content"),
-    [("glm5", 64, 6, 3 * 73728 + 3 * 8448), ("minimax_m3", 128, 5, 3 * 262144 + 2 * 32768)],
+    [
+        pytest.param("glm5", 64, 6, 3 * 73728 + 3 * 8448, marks=LONG),
+        ("minimax_m3", 128, 5, 3 * 262144 + 2 * 32768),
+    ],
 )
 def test_models_that_no_cpu_can_run_are_resolved_without_a_gpu(
     name: str, block: int, layers: int, content: int, tmp_path: Any, monkeypatch: pytest.MonkeyPatch

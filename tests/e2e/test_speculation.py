@@ -56,7 +56,7 @@ def test_no_draft_is_stored_and_everything_else_is_found(bench: Bench) -> None:
     prompts = [motif * 4 + motif[:7], tokens("no motif", 150)]
     with Server(f"test-{os.getpid()}-drafts-{bench.family}", chunk_size=bench.chunk) as server:
         with Engine(bench.family, connector=server.connector()) as plain:
-            expected = plain.generate(prompts, max_tokens=ANSWER, cold=True)
+            expected = plain.generate(prompts, max_tokens=ANSWER, cold=True, together=True)
             computed = sequences(prompts, expected)
             # The next turn of a conversation: all that was said, and something new.
             turns = [p + o.tokens + motif[:9] for p, o in zip(prompts, expected, strict=True)]
@@ -70,7 +70,7 @@ def test_no_draft_is_stored_and_everything_else_is_found(bench: Bench) -> None:
 
         speculating = {"speculative_config": NGRAM, "disable_log_stats": False}
         with Engine(bench.family, connector=server.connector(), engine=speculating) as drafting:
-            outputs = drafting.generate(prompts, max_tokens=ANSWER, cold=True)
+            outputs = drafting.generate(prompts, max_tokens=ANSWER, cold=True, together=True)
             told = drafting.ask("python", code=COUNTERS)
             stored = pages(server, bench, computed)
             warm = drafting.generate(turns, max_tokens=NEW, cold=True)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from lmcache_shm.arena import memory
 from lmcache_shm.arena.segment import Arena
-from lmcache_shm.cli import serve
+from lmcache_shm.server import process
 
 GO = "LMCACHE_SHM_TEST_GO"
 """Path of the file that lets it go on."""
@@ -25,8 +25,8 @@ def install() -> None:
                 return None
         return rest(arena, stop, progress)
 
-    serve.FIRST, memory.STEP = FIRST, STEP  # type: ignore[misc]
-    serve.reserve_rest = held
+    process.FIRST, memory.STEP = FIRST, STEP  # type: ignore[misc]
+    process.reserve_rest = held
 
 
 PROGRAM = "from tests.faults.held import install; install()\n"

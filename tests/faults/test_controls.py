@@ -8,7 +8,7 @@ import pytest
 from tools.harness import failpoints
 from tools.harness.cluster import Cluster
 from tools.harness.engines import EngineProcess, state_of
-from tools.harness.points import TRANSFER
+from tools.harness.points import CLIENT, TRANSFER
 from tools.harness.strike import STORE, lose_scheduler, struck
 from tools.harness.wait import LONG_S, until
 
@@ -126,8 +126,8 @@ def test_chunks_whose_writer_died_between_copy_and_commit_are_never_served(insta
     with Cluster(instance) as cluster:
         cluster.start_server()
         killed, other = cluster.add_engines({}, {})
-        on_board = "__main__:Engine._on_board"
-        killed.ask(arm=failpoints.spec(on_board, "after", 1, "kill"))
+        on_board = CLIENT + "in_flight:InFlightStores._reported"
+        killed.ask(arm=failpoints.spec(on_board, "after", 2, "kill"))
         killed.ask(document=1, chunks=6)
         assert struck(cluster, on_board)
         until(

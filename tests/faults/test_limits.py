@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from lmcache_shm.arena.owner import segment_names, shm_path
 from tests.faults import held
 from tools.harness import cluster as cluster_module
 from tools.harness.cluster import Cluster
@@ -83,7 +84,7 @@ def test_another_user_can_neither_map_the_arena_nor_connect(instance: str) -> No
         cluster.start_server()
         path = os.path.join(os.environ["LMCACHE_SHM_RUNTIME_DIR"], f"{instance}.sock")
         child = subprocess.Popen(
-            [sys.executable, "-c", textwrap.dedent(program), f"lmcache_shm.{instance}", path],
+            [sys.executable, "-c", textwrap.dedent(program), segment_names(instance)[0][1:], path],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         )  # fmt: skip
         assert child.stdin is not None
@@ -150,6 +151,7 @@ def test_a_dev_shm_that_others_fill_while_the_rest_is_reserved(instance: str) ->
         import os, sys
         from pathlib import Path
         from lmcache_shm.cli.admin import _status_lines
+        from lmcache_shm.arena.owner import segment_names, shm_path
         from tests.faults import held
         from tools.harness import cluster as module
         from tools.harness.cluster import Cluster
@@ -213,19 +215,20 @@ def test_a_server_that_ends_before_all_is_reserved(
     """Told to end it ends in order; killed, it is followed by one that goes on where it was."""
     monkeypatch.setattr(cluster_module, "SERVER", held.PROGRAM + cluster_module.SERVER)
     go = Path(os.environ["LMCACHE_SHM_RUNTIME_DIR"], f"{instance}.go")
+    data = shm_path(segment_names(instance)[0]).name
     with Cluster(instance, **{held.GO: str(go)}) as cluster:
         cluster.start_server()
         (engine,) = cluster.add_engines({})
         cluster.prove()
         stored = cluster.committed()
         assert stored > 0
-        assert cluster.memory()[f"lmcache_shm.{instance}"] == held.FIRST
+        assert cluster.memory()[data] == held.FIRST
         assert cluster.server is not None
         status = cluster.server.end(number)
         if number == signal.SIGTERM:
             assert (status, cluster.memory()) == (0, {})
             return
-        assert cluster.memory()[f"lmcache_shm.{instance}"] == held.FIRST
+        assert cluster.memory()[data] == held.FIRST
         cluster.start_server()
         found = cluster.status()
         assert found is not None
@@ -235,7 +238,7 @@ def test_a_server_that_ends_before_all_is_reserved(
         until(
             lambda: not (cluster.status() or {})["arena"]["growing"], "the rest is reserved", LONG_S
         )
-        assert cluster.memory()[f"lmcache_shm.{instance}"] == 64 << 20
+        assert cluster.memory()[data] == 64 << 20
         assert engine.ask(wait_up=20.0)["up"]
         cluster.prove()
 

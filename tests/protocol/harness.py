@@ -13,7 +13,7 @@ from lmcache_shm.arena.check import check
 from lmcache_shm.arena.segment import attach
 from lmcache_shm.client.connection import Connection
 from lmcache_shm.config import Config
-from lmcache_shm.protocol.keys import chain, encode_tokens, seed
+from lmcache_shm.protocol.keys import ChunkKeys, seed
 from lmcache_shm.protocol.messages import (
     LENGTH,
     PROTOCOL,
@@ -130,9 +130,10 @@ class Prefix:
 
     def __init__(self, number: int, chunks: int, descriptor: bytes = b"{}") -> None:
         self.number = number
-        tokens = [[number * 100_000 + i * CHUNK + t for t in range(CHUNK)] for i in range(chunks)]
-        self.encoded = [encode_tokens(ids) for ids in tokens]
-        self.keys = chain(seed(descriptor), self.encoded)
+        hashed = ChunkKeys(seed(descriptor), CHUNK)
+        hashed.extend([number * 100_000 + t for t in range(chunks * CHUNK)])
+        self.encoded = [bytes(hashed.token_bytes(i)) for i in range(chunks)]
+        self.keys = bytes(hashed.keys)
         self.parents = seed(descriptor) + self.keys[:-16]
         self.chunks = chunks
         self.tokens = chunks * CHUNK

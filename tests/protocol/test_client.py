@@ -12,9 +12,15 @@ import time
 
 import pytest
 
-from lmcache_shm.client.client import CacheClient, WorkerClient
+from lmcache_shm.arena.job import CopyJob
+from lmcache_shm.arena.layout import RING
+from lmcache_shm.client.client import CacheClient, WorkerClient, pack_rows
+from lmcache_shm.client.in_flight import InFlightStores
+from lmcache_shm.client.plan import CachePlan, ObjectGroup
+from lmcache_shm.client.registration import Registration
 from lmcache_shm.config import ConfigError
 from lmcache_shm.protocol.messages import Clear, Done
+from lmcache_shm.protocol.rules import Full
 from tests.protocol.harness import (
     CHUNK,
     GROUPS,
@@ -28,6 +34,7 @@ from tests.protocol.harness import (
 from tools.harness.wait import until
 
 DEADLINE_MS = 250.0
+PLAN = CachePlan(CHUNK, (ObjectGroup("full", Full(), ()),))
 
 
 class Pair:
@@ -38,15 +45,21 @@ class Pair:
         self.changes = changes
         self.registered = []
         self.attached = []
-        self.client = CacheClient(
-            config, "engine", self._register, lambda answer, hello: self.registered.append(answer)
-        )
+        self.client = CacheClient(config, "engine", self._register, self._registered)
+        self.stores = InFlightStores(self.client, lambda: self.latest)
+        self.latest = None
         self.worker = WorkerClient(
             config, "engine", 0, 1, 1, [REGION] * len(GROUPS), self.attached.append
         )
 
     def _register(self, hello):
-        return registration("engine", **self.changes)
+        busy = pack_rows(self.stores.busy(hello.arena_id))
+        self.request = registration("engine", busy_rows=busy, **self.changes)
+        return self.request
+
+    def _registered(self, answer, hello):
+        self.registered.append(answer)
+        self.latest = Registration.of(answer, hello, self.client.arena, PLAN, self.request)
 
     def start(self) -> "Pair":
         self.worker.start()
@@ -54,8 +67,31 @@ class Pair:
         return self
 
     def close(self) -> None:
+        self.stores.close()
         self.client.close()
         self.worker.close()
+
+    def begin(self, prefix: Prefix, *sizes: int) -> list[CopyJob]:
+        """Stores in flight of so many rows each."""
+        registration = self.latest
+        rows = rows_of(self.stores.flush(lambda _: prefix.reserve()).rows)
+        assert len(rows) == sum(sizes)
+        jobs = []
+        for size in sizes:
+            mine, rows = rows[:size], rows[size:]
+            zeros = [0] * size
+            job = CopyJob.of(
+                self.stores.next_id, "store", registration.arena_id, mine, zeros, zeros, zeros, []
+            )
+            self.stores.add(registration, job, [], [])
+            jobs.append(job)
+        return jobs
+
+    def report(self, job: CopyJob, *, ok: bool = True) -> None:
+        """As the worker does; then whatever has ended is flushed."""
+        boards = self.client.arena.boards
+        boards[self.registered[0].client, 0, job.id % RING] = job.id << 1 | ok
+        self.stores.flush()
 
     def store(self, prefix: Prefix) -> list[int]:
         answer = self.client.step(prefix.reserve())
@@ -244,34 +280,67 @@ def test_a_restart_with_another_arena_is_mapped_anew(server, pair, successors):
     assert pair.hit(prefix) == 0
 
 
-def test_rows_of_a_lost_connection_are_given_back_and_never_published(server, pair, successors):
+def test_rows_of_a_lost_connection_are_aborted_and_never_published(server, pair, successors):
     """The copy may still be running when the server dies; its end frees the slot, but commits nothing."""
     assert pair.client.wait(5)
     prefix = Prefix(1, 3)
-    rows = rows_of(pair.client.step(prefix.reserve()).rows)
+    good, bad, late = pair.begin(prefix, 2, 3, 1)
     successors.append(restarted(server))
     until(lambda: len(pair.registered) == 2 and pair.client.up, "registered again")
     assert successors[0].status()["arena"]["slots"]["quarantined"] == 6
 
-    pair.client.step(commit=rows[:2], abort=rows[2:5])
+    pair.report(good)
+    pair.report(bad, ok=False)
     assert pair.hit(prefix) == 0
     assert pair.client.counts["commit_lost"] == 2
     assert successors[0].status()["arena"]["slots"]["quarantined"] == 1
-    pair.client.step(commit=rows[5:])
+    pair.report(late)
     assert successors[0].status()["arena"]["slots"]["quarantined"] == 0
+    assert pair.client.up
 
 
 def test_copies_that_end_while_the_server_is_away_are_not_waited_for(server, pair, successors):
     assert pair.client.wait(5)
-    rows = rows_of(pair.client.step(Prefix(1, 3).reserve()).rows)
+    ended, late = pair.begin(Prefix(1, 3), 4, 2)
     server.end(signal.SIGKILL)
     until(lambda: not pair.client.up, "lost")
-    assert pair.client.step(commit=rows[:4]) is None
+    pair.report(ended)
     successors.append(ServerProcess(server.instance))
     until(lambda: len(pair.registered) == 2 and pair.client.up, "registered again")
 
     assert successors[0].status()["arena"]["slots"]["quarantined"] == 2
-    pair.client.step(abort=rows[4:])
+    pair.report(late)
+    assert successors[0].status()["arena"]["slots"]["quarantined"] == 0
+
+
+def test_rows_that_were_just_reserved_are_busy_though_no_store_names_them_yet(
+    server, pair, successors
+):
+    """The connection breaks between the answer and the planning of the copies."""
+    assert pair.client.wait(5)
+    rows = rows_of(pair.stores.flush(lambda _: Prefix(1, 3).reserve()).rows)
+    assert pair.stores.busy(pair.latest.arena_id) == sorted(rows)
+    successors.append(restarted(server))
+    until(lambda: len(pair.registered) == 2 and pair.client.up, "registered again")
+
+    assert successors[0].status()["arena"]["slots"]["quarantined"] == 6
+
+
+@pytest.mark.parametrize("bound", [True, False], ids=["bound", "control"])
+def test_a_message_of_an_earlier_registration_is_not_sent_under_the_next(server, pair, bound):
+    """Rows are numbers: those that are reserved now may be the ones that were reserved then."""
+    assert pair.client.wait(5)
+    earlier, prefix = pair.registered[0], Prefix(1, 3)
+    pair.client._connection.shutdown()
+    until(lambda: len(pair.registered) == 2 and pair.client.up, "registered again")
+    rows = rows_of(pair.client.step(prefix.reserve()).rows)
+
+    answer = pair.client.step(commit=rows, registered=earlier if bound else None)
+
+    assert (answer is None) == bound
+    assert pair.hit(prefix) == (0 if bound else 3)
+    if bound:
+        pair.client.step(abort=rows, registered=pair.registered[1])
 
 
 def test_leases_of_a_lost_connection_may_be_released_again(server, pair, successors):

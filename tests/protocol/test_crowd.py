@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from lmcache_shm.arena.segment import attach
+from lmcache_shm.arena.segment import attach, segment_names, shm_path
 from lmcache_shm.client.connection import Connection, Refused
 from lmcache_shm.protocol.messages import (
     PROTOCOL,
@@ -199,12 +199,13 @@ def test_another_user_can_neither_connect_nor_map(lasting):
         Connection.open(lasting.path, Hello(PROTOCOL, "tool"), WAIT_S)
         return "connected"
 
-    assert as_nobody(connect).startswith("Unavailable")  # the directory is ours alone
-    for path in Path("/dev/shm").glob(f"lmcache_shm.{lasting.instance}*"):
+    assert as_nobody(connect).startswith("Refused")  # the directory is ours alone
+    names = segment_names(lasting.instance)
+    for path in map(shm_path, names):
+        assert path.exists()
         assert as_nobody(lambda path=path: str(path.open("rb"))).startswith("PermissionError")
-    assert as_nobody(lambda: str(attach(lasting.instance, writable_data=False))).startswith(
-        "ArenaError"
-    )
+    told = as_nobody(lambda: str(attach(lasting.instance, writable_data=False, names=names)))
+    assert told.startswith("NotOurs")
 
 
 def test_the_server_turns_another_user_away_even_when_he_gets_to_the_socket(lasting):

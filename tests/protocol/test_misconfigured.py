@@ -210,8 +210,7 @@ def chunk_that_does_not_fit(place: Place) -> str:
 def refused(call: str) -> str:
     """What an engine ends with at its start; the checks are those that the connector makes."""
     pytest.importorskip("vllm")
-    from lmcache_shm.client.groups import ModelError
-    from lmcache_shm.client.plan import make_plan
+    from lmcache_shm.client.plan import ModelError, make_plan
     from lmcache_shm.vllm.groups import check_recurrent
     from tests.unit.vllm_connector import worlds
 

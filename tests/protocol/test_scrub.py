@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import xxhash
 
+from lmcache_shm.arena.job import CopyJob, Pages
 from lmcache_shm.arena.layout import SlotState
 from lmcache_shm.arena.segment import Arena, attach, create
 from lmcache_shm.arena.slot import checks_number, slot_geometry
@@ -16,10 +17,10 @@ from lmcache_shm.client.connection import Connection
 from lmcache_shm.protocol.messages import PROTOCOL, Attached, AttachWorker, Hello, Registered
 from lmcache_shm.protocol.rules import Full
 from lmcache_shm.server import scrub
-from lmcache_shm.server.catalog.catalog import Catalog, GroupSpec
-from lmcache_shm.server.events import Journal
+from lmcache_shm.server.catalog.catalog import Catalog
+from lmcache_shm.server.catalog.groups import GroupSpec
+from lmcache_shm.server.stats import EventLog
 from lmcache_shm.transfer.cpu import CpuEngine
-from lmcache_shm.transfer.engine import CopyItem, CopyJob, PageRun
 from lmcache_shm.transfer.pages import Part, RawTensor, SlotLayout, group_pages
 from tests.protocol.harness import (
     CHUNK,
@@ -77,16 +78,18 @@ class Storing(Engine):
 
     def copy(self, rows: list[int], *, sealed: bool = True) -> None:
         places, hot = self.registered, self.arena.hot
-        items = []
+        slots, regions, cells = [], [], []
         for row in rows:
             group, slot = int(hot["group"][row]), int(self.arena.cold["offset"][row])
             for rank in range(2 - group):
                 first = (row + rank) % (BLOCKS - PAGES)
-                runs = [PageRun(0, 0, np.arange(first, first + PAGES))]
-                region = slot + places.region_offsets[group][rank]
-                cell = slot + places.checksum_offset[group] + 8 * rank if sealed else -1
-                items.append(CopyItem(row, region, int(hot["generation"][row]), group, runs, cell))
-        self.engine.submit(CopyJob(1, "store", items, WAIT_S))
+                slots.append((row, slot, int(hot["generation"][row]), group, first))
+                regions.append(slot + places.region_offsets[group][rank])
+                cells.append(slot + places.checksum_offset[group] + 8 * rank if sealed else -1)
+        *columns, firsts = zip(*slots, strict=True)
+        pages = [[Pages(0, 0, range(first, first + PAGES))] for first in firsts]
+        job = CopyJob.of(1, "store", b"", *columns, pages)
+        self.engine.submit(job, np.array(regions), np.array(cells), WAIT_S)
         assert self.engine.drain(WAIT_S)
         (result,) = self.engine.poll()
         assert result.ok, result.reason
@@ -269,7 +272,7 @@ class Alone:
         self.place = slot_geometry([self.SIZE], 1, CHUNK)
         spec = GroupSpec("full", Full(), self.place.slot_bytes)
         self.space = self.catalog.register(b"{}", [spec])
-        self.scrub = scrub.Scrub(self.arena, self.catalog, self.counters, Journal())
+        self.scrub = scrub.Scrub(self.arena, self.catalog, self.counters, EventLog())
         self.scrub.learn(self.place.checked)
 
     def store(self, number: int) -> int:

@@ -8,8 +8,8 @@ import numpy as np
 import numpy.typing as npt
 from vllm.v1.request import RequestStatus
 
+from lmcache_shm.arena.job import CopyJob
 from lmcache_shm.arena.layout import SlotState
-from lmcache_shm.transfer.engine import CopyItem, CopyJob
 from tests.scheduler.content import Stream
 from tests.scheduler.contents import Contents
 from tests.scheduler.late import Pace
@@ -31,7 +31,7 @@ class Planned:
 
 class Cache(Contents):
     """One per Engine. `known`: what keys stand for, shared by engines that share the arena. `own_threads`: the
-    connector's threads report and settle by themselves, as in an engine."""
+    connector's threads report and flush by themselves, as in an engine."""
 
     def __init__(
         self,
@@ -81,7 +81,7 @@ class Cache(Contents):
             stream = Stream(self.engine.asked[job.req_id].identity, list(request.all_token_ids))
             self._plan(job, step, stream)
             pool = self.oracle.pool
-            for _, _, block in self._blocks(job):
+            for _, block in self._blocks(job):
                 if pool.blocks[block].block_hash is not None or pool.blocks[block].ref_cnt != 1:
                     self.oracle.fail(
                         "overwrite",
@@ -92,7 +92,7 @@ class Cache(Contents):
         if job.id in self.plans:
             self.oracle.fail("plan", f"job {job.id} is planned twice")
         self.plans[job.id] = Planned(job, step.generation, stream)
-        for group, _, block in self._blocks(job):
+        for group, block in self._blocks(job):
             if block == 0:
                 self.oracle.fail(
                     "null_block", f"job {job.id} takes the null block for a page of group {group}"
@@ -102,13 +102,18 @@ class Cache(Contents):
                     "changed_hands", f"job {job.id} names block {block}, which nobody holds"
                 )
 
-    @staticmethod
-    def _blocks(job: Any) -> list[tuple[int, int, int]]:
-        """(KV cache group, row, block) of a job."""
+    def _pages(self, job: CopyJob, slot: int) -> list[tuple[int, int, npt.NDArray[np.int64]]]:
+        """(KV cache group, first stored page, blocks) of one slot of a job."""
+        parts = self.side.start.latest.plan.groups[int(job.groups[slot])].parts
+        pages = job.pages()[slot]
+        return [(parts[part].group.index, first, blocks) for part, first, blocks in pages]
+
+    def _blocks(self, job: CopyJob) -> list[tuple[int, int]]:
+        """(KV cache group, block) of a job."""
         return [
-            (group, slot.row, int(block))
-            for slot in job.slots
-            for group, _, blocks in slot.runs
+            (group, int(block))
+            for slot in range(len(job.rows))
+            for group, _, blocks in self._pages(job, slot)
             for block in blocks
         ]
 
@@ -118,7 +123,7 @@ class Cache(Contents):
         self.spoiled |= set(reply.failed_recving or ())
 
     # ---------------------------------------------------------------------------- copies
-    def watch(self, rank: int, job: CopyJob, item: CopyItem, when: str) -> None:
+    def watch(self, rank: int, job: CopyJob, slot: int, when: str) -> None:
         """Around the copy of one slot on one rank (see LateEngine)."""
         if not self.watching:
             return
@@ -127,8 +132,8 @@ class Cache(Contents):
             self.oracle.fail(
                 "plan", f"rank {rank} copies for job {job.id}, which was never planned"
             )
-        slot = next(s for s in planned.job.slots if s.row == item.row)
-        for group, _, blocks in slot.runs:
+        pages = self._pages(job, slot)
+        for group, _, blocks in pages:
             for block in blocks:
                 if not self.oracle.owned(int(block), int(planned.generation[block])):
                     self.oracle.fail(
@@ -136,27 +141,26 @@ class Cache(Contents):
                         f"{job.kind} {job.id} {when} its copy: block {block} of group {group} belongs to "
                         "someone else by now",
                     )
-        row = item.row
+        row = int(job.rows[slot])
         chunk = int(self.server.arena.cold["chunk"][row])
         if job.kind == "store" and when == "before":
             stream, chunk = self.demanded(row)
-            self.compare(rank, "store_source", f"store {job.id}", slot, stream, chunk)
+            self.compare(rank, "store_source", f"store {job.id}", pages, stream, chunk)
         elif job.kind == "load" and when == "after":
             assert planned.stream is not None
-            self.compare(
-                rank, "load", f"load {job.id} of {planned.job.req_id}", slot, planned.stream, chunk
-            )
+            what = f"load {job.id} of {planned.job.req_id}"
+            self.compare(rank, "load", what, pages, planned.stream, chunk)
 
-    def refused(self, job: CopyJob, item: CopyItem, reason: str) -> None:
+    def refused(self, job: CopyJob, slot: int, reason: str) -> None:
         """The real engine did not copy a slot."""
         leased = job.id > self._void_up_to
         if self.watching and reason == "generation" and leased and not self.lossy:
             self.oracle.fail(
                 "lost_pin",
-                f"{job.kind} {job.id}: slot {item.row} changed hands although it was {job.kind}d under a lease",
+                f"{job.kind} {job.id}: row {job.rows[slot]} changed hands although it was {job.kind}d under a lease",
             )
         if self.watching and reason not in ("generation", "arena"):
-            self.oracle.fail("copy", f"{job.kind} {job.id}: slot {item.row}: {reason}")
+            self.oracle.fail("copy", f"{job.kind} {job.id}: row {job.rows[slot]}: {reason}")
 
     # ---------------------------------------------------------------------------- resets
     def before_reset(self) -> None:
@@ -181,7 +185,7 @@ class Cache(Contents):
 
     # ---------------------------------------------------------------------------- hits
     def _acquires(self) -> int:
-        return int(self.server.service.latency["acquire"].count)
+        return int(self.server.service.stats.latency["acquire"].count)
 
     def _check_offer(
         self, request: Any, local: int, answer: tuple[int | None, bool], *, asked: bool

@@ -14,7 +14,8 @@ from tests.scheduler.oracle import Oracle
 from tests.scheduler.prefixes import Known, Prefixes
 from tests.scheduler.server import CacheServer
 from tests.scheduler.storage import Group, Storage
-from tests.scheduler.wiring import Wiring, ours
+from tests.scheduler.wiring import Wiring
+from tests.scheduler.worker import ours
 
 
 class Contents(Wiring):
@@ -105,10 +106,10 @@ class Contents(Wiring):
 
     # ---------------------------------------------------------------------------- bytes
     def compare(
-        self, rank: int, kind: str, what: str, slot: Any, stream: Stream, chunk: int
+        self, rank: int, kind: str, what: str, pages: Sequence[Any], stream: Stream, chunk: int
     ) -> None:
-        """The blocks of `slot` hold chunk number `chunk` of this prefix."""
-        for index, first, blocks in slot.runs:
+        """The blocks of these `pages` (KV cache group, first page, blocks) hold chunk number `chunk` of this prefix."""
+        for index, first, blocks in pages:
             group = self.engine.workers.ranks[rank].groups[index]
             if group.recurrent:
                 end = (chunk + 1) * self.chunk
@@ -161,10 +162,10 @@ class Contents(Wiring):
                 table[page:] = blocks
                 size = group.block_size
                 group.write(table, stream.h, page * size, (page + part.stored_pages) * size)
-            for lane, segment in zip(part.pages.lanes, segments, strict=True):
-                at = lane.base_addr - real.address
+            for run, segment in zip(part.pages.runs, segments, strict=True):
+                at = run.base_addr - real.address
                 want = np.stack(
-                    [scratch.raw[at + b * lane.block_stride :][: lane.nbytes] for b in blocks]
+                    [scratch.raw[at + b * run.block_stride :][: run.nbytes] for b in blocks]
                 )
                 have = self.server.arena.data_array[offset + segment :][: want.size]
                 if not np.array_equal(have.reshape(want.shape), want):
@@ -177,7 +178,8 @@ class Contents(Wiring):
     def slot(self, rank: int, number: int, row: int) -> tuple[Any, int, Mapping[int, int]]:
         """(layout, arena offset of the rank's region, KV cache group → part) of a row of object group `number`."""
         worker = ours(self.engine.workers.connectors[rank]).worker
-        mount = worker._mounts[bytes(self.server.arena.arena_id)]
+        mapped = worker._mapped[bytes(self.server.arena.arena_id)]
         place = self.side.start.latest.place
         offset = int(self.server.arena.cold["offset"][row]) + place.region_offsets[number][rank]
-        return mount.layout.layouts[mount.layout.place[number]], offset, mount.layout.part[number]
+        parts = mapped.plan.groups[number].parts
+        return mapped.layouts[number], offset, {part.group.index: i for i, part in enumerate(parts)}

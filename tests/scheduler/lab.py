@@ -101,11 +101,11 @@ class Lab:
         """Everything that is underway comes to its end; copies are not held any more."""
         self.release()
         self.cache.catch_up()
-        self.cache.settle()
+        self.cache.flush()
         for _ in range(20):
             if not self.engine.turn(self.cache.publish):
                 break
-        self.cache.settle()
+        self.cache.flush()
 
     def hold(self) -> None:
         """From now on copies wait for `finish`."""

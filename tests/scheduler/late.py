@@ -7,13 +7,14 @@ import random
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from typing import Any
 
+from lmcache_shm.arena.job import CopyJob
 from lmcache_shm.transfer.cpu import CpuEngine
-from lmcache_shm.transfer.engine import CopyItem, CopyJob, EngineStats, JobResult
+from lmcache_shm.transfer.engine import DEADLINE_S, JobResult, Offsets
 from lmcache_shm.transfer.pages import SlotLayout
-from lmcache_shm.vllm.worker import REST_S
+from lmcache_shm.vllm.worker import BACKOFF_S
 
 
 @dataclass(eq=False)
@@ -21,7 +22,10 @@ class Pending:
     """A submitted job."""
 
     job: CopyJob
-    todo: list[CopyItem]
+    regions: Offsets
+    checksums: Offsets | None
+    todo: list[int]
+    """Slots of the job."""
     wait: int
     """Ticks before it may begin."""
     fail: str = ""
@@ -39,7 +43,7 @@ class Pace:
     fail_stores: float = 0.0
 
 
-Watch = Callable[[CopyJob, CopyItem, str], None]
+Watch = Callable[[CopyJob, int, str], None]
 """Called with "before" and "after" around each slot's copy (or with the reason why there was none)."""
 
 
@@ -54,7 +58,6 @@ class LateEngine:
     watch: Watch
     refused: Watch
     """Called with the reason when a slot was not copied."""
-    stats: EngineStats = field(default_factory=EngineStats)
 
     def __post_init__(self) -> None:
         self.pending: list[Pending] = []
@@ -63,14 +66,21 @@ class LateEngine:
         self.closed = False
 
     # ---------------------------------------------------------------------------- TransferEngine
-    def submit(self, job: CopyJob, ready_event: Any = None) -> None:
+    def submit(
+        self,
+        job: CopyJob,
+        regions: Offsets,
+        checksums: Offsets | None = None,
+        deadline_s: float = DEADLINE_S,
+    ) -> None:
         assert not self.closed
         chance = self.pace.fail_loads if job.kind == "load" else self.pace.fail_stores
         fail = "deadline" if self.rng.random() < chance else ""
-        todo = list(job.items)
+        todo = list(range(len(job.rows)))
         if fail:
             del todo[self.rng.randint(0, len(todo)) :]
-        self.pending.append(Pending(job, todo, self.rng.randint(0, self.pace.wait), fail))
+        wait = self.rng.randint(0, self.pace.wait)
+        self.pending.append(Pending(job, regions, checksums, todo, wait, fail))
         if self.pace.wait == 0 and self.pace.go >= 1:
             self.finish()
 
@@ -78,15 +88,9 @@ class LateEngine:
         done, self._done = self._done, []
         return done
 
-    def cancel(self, job_id: int) -> None:
-        for pending in self.pending:
-            if pending.job.id == job_id:
-                pending.todo.clear()
-                pending.fail = "cancelled"
-
     def drain(self, timeout: float) -> bool:
         main = threading.current_thread() is threading.main_thread()
-        if main and timeout <= REST_S:  # a step rests: how far copies come is the test's to say
+        if main and timeout <= BACKOFF_S:  # a step rests: how far copies come is the test's to say
             return not self.pending
         if main:
             self.finish()
@@ -123,14 +127,14 @@ class LateEngine:
 
     def _advance(self, pending: Pending) -> None:
         if pending.todo:
-            item = pending.todo.pop(self.rng.randrange(len(pending.todo)))
-            self.watch(pending.job, item, "before")
-            result = self._copy(pending.job, item)
+            slot = pending.todo.pop(self.rng.randrange(len(pending.todo)))
+            self.watch(pending.job, slot, "before")
+            result = self._copy(pending, slot)
             pending.nbytes += result.nbytes
             if result.ok:
-                self.watch(pending.job, item, "after")
+                self.watch(pending.job, slot, "after")
             else:
-                self.refused(pending.job, item, result.reason)
+                self.refused(pending.job, slot, result.reason)
                 pending.fail = pending.fail or result.reason
                 pending.todo.clear()
         if not pending.todo:
@@ -140,8 +144,20 @@ class LateEngine:
                 JobResult(job.id, job.kind, not pending.fail, pending.fail, pending.nbytes)
             )
 
-    def _copy(self, job: CopyJob, item: CopyItem) -> JobResult:
-        self._real.submit(replace(job, items=[item]))
+    def _copy(self, pending: Pending, slot: int) -> JobResult:
+        job, one = pending.job, slice(slot, slot + 1)
+        part = CopyJob.of(
+            job.id,
+            job.kind,
+            job.arena_id,
+            job.rows[one],
+            job.offsets[one],
+            job.generations[one],
+            job.groups[one],
+            job.pages()[one],
+        )
+        checksums = None if pending.checksums is None else pending.checksums[one]
+        self._real.submit(part, pending.regions[one], checksums)
         assert self._real.drain(30)
         (result,) = self._real.poll()
         return result

@@ -8,14 +8,13 @@ from unittest.mock import patch
 
 import numpy as np
 
-from lmcache_shm.client import in_flight as book
-from lmcache_shm.client import load_plan as loads
-from lmcache_shm.client import lookup
-from lmcache_shm.client import store_plan as stores
+from lmcache_shm.client import copy_plan, lookup, requests
+from lmcache_shm.client import store_planner as planner
+from lmcache_shm.client.in_flight import InFlightStores
 from lmcache_shm.protocol import rules as hits
 from lmcache_shm.protocol.rules import Window
 from lmcache_shm.transfer.guard import SlotGuard
-from lmcache_shm.vllm import planner, requests, scheduler
+from lmcache_shm.vllm import identity, scheduler
 
 Enter = Callable[[ExitStack], None]
 
@@ -59,13 +58,15 @@ def broken(name: str) -> Iterator[None]:
 @mutation("changed_hands", "store_source", families=("full", "windows", "gdn"))
 def hold_no_blocks(patches: ExitStack) -> None:
     """A store reads blocks on which it has no reference."""
-    entered = book.StoreBook.open
+    entered = InFlightStores.add
 
-    def forgetting(self: Any, epoch: Any, rows: Any, keys: Any, blocks: Any, **more: Any) -> Any:
+    def forgetting(
+        self: Any, registration: Any, job: Any, keys: Any, blocks: Any, **more: Any
+    ) -> None:
         blocks[0].pool.free_blocks(blocks)
-        return entered(self, epoch, rows, keys, [], **more)
+        entered(self, registration, job, keys, [], **more)
 
-    patches.enter_context(patch.object(book.StoreBook, "open", forgetting))
+    patches.enter_context(patch.object(InFlightStores, "add", forgetting))
 
 
 @mutation("changed_hands", "store_source", families=("full", "windows"))
@@ -76,7 +77,7 @@ def let_go_before_the_last_copy(patches: ExitStack) -> None:
     def hasty(self: Any, answer: Any) -> Any:
         jobs = planned(self, answer)
         for job in jobs:
-            entry = self._book._jobs[job.id]
+            entry = self._in_flight._stores[job.id]
             blocks, entry.blocks = entry.blocks, []
             self._pool.free_blocks(blocks)
         return jobs
@@ -95,7 +96,7 @@ def never_let_go(patches: ExitStack) -> None:
 @mutation("null_block", "store_source", families=("windows", "local"))
 def accept_a_null_block(patches: ExitStack) -> None:
     """A page that has left the window is stored from wherever the table points."""
-    checked = stores.storable
+    checked = copy_plan.storable
 
     def blind(plan: Any, group: Any, chunk: int, tables: Any, states: Any, null: int = 0) -> Any:
         return checked(plan, group, chunk, tables, states, -1)
@@ -113,27 +114,25 @@ def shift_a_stored_window_by_a_page(patches: ExitStack) -> None:
         table = tables[part.group.index]
         return table[start + part.first_page - back : start + part.pages_per_chunk - back]
 
-    patches.enter_context(patch.object(stores, "_tail", shifted))
+    patches.enter_context(patch.object(copy_plan, "_tail", shifted))
 
 
 @mutation("load", "read", families=("windows", "full"))
 def shift_a_load_by_a_page(patches: ExitStack) -> None:
     """Pages arrive in their neighbours' blocks."""
-    right = loads._pages
+    right = copy_plan._pages
 
     def shifted(part: Any, chunk: int, local: int, table: Any, null: int) -> Any:
-        run = right(part, chunk, local, table, null)
-        if run is None or len(run[2]) < 2:
-            return run
-        return run[0], run[1], np.roll(run[2], 1)
+        first, ids = right(part, chunk, local, table, null)
+        return first, [*ids[-1:], *ids[:-1]]
 
-    patches.enter_context(patch.object(loads, "_pages", shifted))
+    patches.enter_context(patch.object(copy_plan, "_pages", shifted))
 
 
 @mutation("overwrite", "plan", "load", families=("full", "gdn", "windows"))
 def load_over_what_the_engine_has(patches: ExitStack) -> None:
     """The blocks of the local prefix are written again."""
-    right = loads.plan_load
+    right = copy_plan.plan_load
 
     def greedy(
         plan: Any, first: Any, held: int, local: int, total: int, tables: Any, null: int = 0
@@ -155,7 +154,7 @@ def load_over_what_the_engine_has(patches: ExitStack) -> None:
 @mutation("store_source", "stored", "engine_died", families=("gdn", "gdn_any", "gdn_window"))
 def store_a_state_from_inside_a_step(patches: ExitStack) -> None:
     """The state at the step's end is taken for the one at the last boundary in it."""
-    right = stores.step_states
+    right = copy_plan.step_states
 
     def rounded(plan: Any, tables: Any, offers: Any, ends: Any, null: int = 0) -> Any:
         size = plan.chunk_size
@@ -180,7 +179,7 @@ def trust_the_table_while_drafting(patches: ExitStack) -> None:
 @mutation("load", "read", families=("full", "gdn", "windows"), steal=True)
 def ignore_the_generation(patches: ExitStack) -> None:
     """A slot that changed hands under a copy is believed."""
-    patches.enter_context(patch.object(SlotGuard, "changed_hands", lambda self, item, kind: ""))
+    patches.enter_context(patch.object(SlotGuard, "changed_hands", lambda self, job, at=None: ""))
 
 
 # "lost_pin": the last rank's copy finds its slot committed already and refuses.
@@ -192,10 +191,10 @@ def commit_before_the_last_rank(patches: ExitStack) -> None:
     right = scheduler.SchedulerSide._current
 
     def hasty(self: Any) -> Any:
-        epoch = right(self)
-        if epoch is not None:
-            epoch.writers = np.arange(1)
-        return epoch
+        registration = right(self)
+        if registration is not None:
+            registration.writers = np.arange(1)
+        return registration
 
     patches.enter_context(patch.object(scheduler.SchedulerSide, "_current", hasty))
 
@@ -203,18 +202,18 @@ def commit_before_the_last_rank(patches: ExitStack) -> None:
 @mutation("stored", "load", "read", families=("full", "windows", "gdn"))
 def commit_what_failed(patches: ExitStack) -> None:
     """A store whose copy failed is published."""
-    right = book.StoreBook._reported
+    right = InFlightStores._reported
 
     def hopeful(self: Any) -> Any:
         return [(job, True) for job, _ in right(self)]
 
-    patches.enter_context(patch.object(book.StoreBook, "_reported", hopeful))
+    patches.enter_context(patch.object(InFlightStores, "_reported", hopeful))
 
 
 @mutation("leak", families=("full", "windows"))
 def keep_the_lease(patches: ExitStack) -> None:
     """A look-up's pins are never given back."""
-    patches.enter_context(patch.object(book.StoreBook, "give_back", lambda self, lease: None))
+    patches.enter_context(patch.object(InFlightStores, "release", lambda self, lease: None))
 
 
 @mutation("lost_pin", families=("full", "gdn"))
@@ -227,8 +226,8 @@ def unpin_before_the_load(patches: ExitStack) -> None:
         lease = state.hit.lease if external and state is not None and state.hit is not None else 0
         right(self, request, tables, external)
         if lease:
-            self.book.give_back(lease)
-            self.settler.settle()
+            self.in_flight.release(lease)
+            self.in_flight.flush()
 
     patches.enter_context(patch.object(scheduler.SchedulerSide, "allocated", hasty))
 
@@ -239,9 +238,11 @@ def pretend_a_hit(patches: ExitStack) -> None:
     """One chunk more than there is is offered."""
     right = lookup.look_up
 
-    def boastful(client: Any, epoch: Any, keys: Any, local: int, num: int, *rest: Any) -> Any:
-        hit, why = right(client, epoch, keys, local, num, *rest)
-        if hit is not None and (hit.n_chunks + 1) * epoch.plan.chunk_size < num:
+    def boastful(
+        client: Any, registration: Any, keys: Any, local: int, num: int, *rest: Any
+    ) -> Any:
+        hit, why = right(client, registration, keys, local, num, *rest)
+        if hit is not None and (hit.n_chunks + 1) * registration.plan.chunk_size < num:
             hit = replace(hit, n_chunks=hit.n_chunks + 1)
         return hit, why
 
@@ -288,7 +289,7 @@ def forget_to_store_the_last_chunk(patches: ExitStack) -> None:
 @mutation("key", "read", "load", families=("full", "windows"))
 def leave_the_salt_out_of_the_key(patches: ExitStack) -> None:
     """Two tenants share a prefix."""
-    patches.enter_context(patch.object(requests, "extra_of", lambda *_: None))
+    patches.enter_context(patch.object(identity, "extra_of", lambda *_: None))
 
 
 @mutation("offer", families=("full", "gdn"))
@@ -359,10 +360,10 @@ def reset_under_copies(patches: ExitStack) -> None:
     right = scheduler.SchedulerSide._give_up_blocks
 
     def hasty(self: Any) -> bool:
-        self.wait_settled = lambda timeout_s, *, loads: True
+        self.wait_flushed = lambda timeout_s, *, loads: True
         try:
             return bool(right(self))
         finally:
-            del self.wait_settled
+            del self.wait_flushed
 
     patches.enter_context(patch.object(scheduler.SchedulerSide, "_give_up_blocks", hasty))

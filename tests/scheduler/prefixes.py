@@ -4,7 +4,7 @@ import hashlib
 from collections.abc import Callable
 from typing import Any
 
-from lmcache_shm.client.jobs import Adapter
+from lmcache_shm.arena.job import Adapter
 from lmcache_shm.protocol.keys import ChunkKeys
 from lmcache_shm.vllm.identity import extra_of
 from tests.scheduler.content import Stream

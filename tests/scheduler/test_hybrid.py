@@ -140,12 +140,12 @@ def test_a_chunk_is_found_only_when_every_rank_has_written_it(family: str, insta
         for engine in writers[:-1]:
             engine.finish()
         lab.cache.publish()
-        lab.cache.settle()
+        lab.cache.flush()
         assert {} == lab.cache.stored()
 
         writers[-1].finish()
         lab.cache.publish()
-        lab.cache.settle()
+        lab.cache.flush()
         assert (1 if family == "mla_tp2" else 2) == len(writers)
         assert 4 * len(lab.cache.members()) == len(lab.cache.stored())
 

@@ -6,7 +6,7 @@ from unittest.mock import patch
 import pytest
 from vllm.v1.request import RequestStatus
 
-from lmcache_shm.client.admission import Parking
+from lmcache_shm.client.loads import LoadAdmission
 from tests.scheduler.lab import Lab
 from tests.scheduler.late import Pace
 from tests.scheduler.oracle import Violation
@@ -103,10 +103,10 @@ def test_look_ups_that_are_repeated_for_lack_of_blocks_cost_one_lease(instance: 
         running = lab.add(lab.prompt(250, seed=2), 60)
         lab.turns(3)
         waiting = lab.add([*wanted, *lab.prompt(48, seed=9)])
-        before = lab.server.service.latency["acquire"].count
+        before = lab.server.service.stats.latency["acquire"].count
         lab.turns(20)
         assert ("RUNNING", "WAITING") == (lab.status(running), lab.status(waiting))
-        assert 1 == lab.server.service.latency["acquire"].count - before
+        assert 1 == lab.server.service.stats.latency["acquire"].count - before
         assert 20 == lab.server.pins
 
         lab.run()
@@ -304,10 +304,10 @@ def test_two_loads_that_leave_no_room_for_each_other_do_not_wait_for_ever(instan
         assert ["length", "length"] == _two_loads(lab)
 
 
-def test_without_the_rule_for_parked_requests_they_would(instance: str) -> None:
-    """The negative control of the test above; when vLLM mends it, lmcache_shm.client.admission can go."""
+def test_without_load_admission_they_would(instance: str) -> None:
+    """The negative control of the test above; when vLLM fixes it, LoadAdmission can go."""
     with (
-        patch.object(Parking, "has_room", lambda *_: True),
+        patch.object(LoadAdmission, "has_room", lambda *_: True),
         pytest.raises(Violation, match="stuck"),
         Lab("sliding_only", instance, chunk=16, room=1.0, max_len=128, step=32) as lab,
     ):

@@ -12,7 +12,7 @@ from tests.scheduler.mutations import MUTATIONS, broken
 from tests.scheduler.oracle import Violation
 from tests.scheduler.workload import Chances, Workload
 
-ATTEMPTS = 60
+ATTEMPTS = 120
 """Random workloads until a mutation has to have been noticed."""
 
 

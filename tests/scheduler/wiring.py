@@ -11,18 +11,18 @@ from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
-from lmcache_shm.client.settler import Settler
-from lmcache_shm.transfer.engine import CopyItem, CopyJob
+from lmcache_shm.arena.job import CopyJob
+from lmcache_shm.client.in_flight import InFlightStores
 from lmcache_shm.vllm import connector as connector_module
 from lmcache_shm.vllm import worker as worker_module
-from lmcache_shm.vllm.connector import LMCacheShmConnector
-from lmcache_shm.vllm.metadata import StepMetadata
+from lmcache_shm.vllm.engine_api import StepMetadata
 from lmcache_shm.vllm.scheduler import SchedulerSide
 from lmcache_shm.vllm.worker import WorkerSide
 from tests.scheduler.engine import Engine
 from tests.scheduler.families import Setup
 from tests.scheduler.late import LateEngine, Pace
 from tests.scheduler.server import CacheServer
+from tests.scheduler.worker import ours
 
 
 class Errors(logging.Handler):
@@ -35,12 +35,6 @@ class Errors(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         trace = f" ({record.exc_info[1]!r})" if record.exc_info else ""
         self.lines.append(record.getMessage() + trace)
-
-
-def ours(connector: Any) -> LMCacheShmConnector:
-    """Our connector: this one, or a child of this one."""
-    family = getattr(connector, "sub_connectors", [connector])
-    return next(c for c in family if isinstance(c, LMCacheShmConnector))
 
 
 def plan_in(metadata: Any) -> StepMetadata:
@@ -79,21 +73,21 @@ class Wiring:
 
     # ---------------------------------------------------------------------------- beginning and end
     def begin(self, engine: Engine) -> None:
-        """Before the scheduler is built: from here on copies, reports and settling happen when we say."""
+        """Before the scheduler is built: from here on copies, reports and flushes happen when we say."""
         self.engine, self._begun = engine, True
         logger = logging.getLogger("lmcache_shm")
         logger.addHandler(self.errors)
         self._patches.callback(logger.removeHandler, self.errors)
         self._patches.enter_context(patch.object(worker_module, "open_engine", self._open_engine))
         if not self.own_threads:
-            self._patches.enter_context(patch.object(Settler, "_run", lambda settler: None))
+            self._patches.enter_context(patch.object(InFlightStores, "_run", lambda stores: None))
             self._patches.enter_context(
-                patch.object(SchedulerSide, "wait_settled", self._waiting())
+                patch.object(SchedulerSide, "wait_flushed", self._waiting())
             )
 
     def _waiting(self) -> Any:
         """Where the scheduler side waits for copies, workers go on by themselves: all come to their end."""
-        wait = SchedulerSide.wait_settled
+        wait = SchedulerSide.wait_flushed
 
         def waiting(side: SchedulerSide, *given: Any, **more: Any) -> bool:
             if self.watching and side is self.side:
@@ -180,9 +174,9 @@ class Wiring:
         for connector in self.engine.workers.connectors:
             ours(connector).worker.publish()
 
-    def settle(self) -> None:
-        """What the settling thread does while the engine is idle (it does not run here)."""
-        self.side.settler.settle()
+    def flush(self) -> None:
+        """What the flushing thread does while the engine is idle (it does not run here)."""
+        self.side.in_flight.flush()
 
     def finish_copies(self) -> None:
         """Everything that was submitted comes to its end."""
@@ -197,8 +191,8 @@ class Wiring:
         self.finish_copies()
 
     # ---------------------------------------------------------------------------- for the checks
-    def watch(self, rank: int, job: CopyJob, item: CopyItem, when: str) -> None:
+    def watch(self, rank: int, job: CopyJob, slot: int, when: str) -> None:
         """Around the copy of one slot on one rank (see LateEngine)."""
 
-    def refused(self, job: CopyJob, item: CopyItem, reason: str) -> None:
+    def refused(self, job: CopyJob, slot: int, reason: str) -> None:
         """The real transfer engine did not copy a slot."""

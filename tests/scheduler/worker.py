@@ -18,11 +18,18 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
+from lmcache_shm.vllm import LMCacheShmConnector
 from tests.scheduler.content import Stream, next_token
 from tests.scheduler.oracle import Oracle
 from tests.scheduler.storage import Group, Storage
 
 Identity = tuple[str | None, str | None]
+
+
+def ours(connector: Any) -> LMCacheShmConnector:
+    """Our connector: this one, or a child of this one."""
+    family = getattr(connector, "sub_connectors", [connector])
+    return next(c for c in family if isinstance(c, LMCacheShmConnector))
 
 
 @dataclass(eq=False)
@@ -94,7 +101,7 @@ class Workers:
         self.adapters[number] = content
         for connector in self.connectors:
             digest = hashlib.sha256(content.encode()).digest()
-            connector.worker.adapters.loaded(self, number, digest)
+            ours(connector).worker.adapters.loaded(self, number, digest)
 
     def list_adapters(self) -> dict[int, str]:
         """As vLLM's LoRA manager does."""

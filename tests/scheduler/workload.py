@@ -198,7 +198,7 @@ class Run:
     def _drain(self) -> None:
         cache, engine = self.cache, self.engine
         cache.catch_up()
-        cache.settle()
+        cache.flush()
         for _ in range(20):
             if not engine.turn(cache.publish):
                 break
@@ -259,7 +259,7 @@ class Run:
         rng, chances = self.rng, self.workload.chances
         self.cache.tick()
         if rng.random() < 0.1:
-            self.cache.settle()
+            self.cache.flush()
         if self.left and rng.random() < chances.arrive:
             self._arrive()
         if rng.random() < chances.abort and (alive := self.engine.unfinished()):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
+PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
 SHELLS = {"bash", "sh", "console"}
 # What a block may need that a test has not: it is then only checked, not run.
 NEEDS = {"GPU", "a model", "network", "root", "docker", "kubernetes"}

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from lmcache_shm.server.catalog.index import Index
+from lmcache_shm.server.catalog.groups import Index
 from tools.count_instructions import compare, count, versions
 from tools.hot_paths import Action, step
 

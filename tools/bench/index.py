@@ -12,7 +12,8 @@ from lmcache_shm.arena.memory import SHM_DIR
 from lmcache_shm.arena.segment import Arena, create
 from lmcache_shm.cli.bench_results import Row, quantiles, quiet, row, samples
 from lmcache_shm.protocol.rules import Full
-from lmcache_shm.server.catalog.catalog import Catalog, GroupSpec
+from lmcache_shm.server.catalog.catalog import Catalog
+from lmcache_shm.server.catalog.groups import GroupSpec
 
 SMALL, LARGE = 10_000, 1_000_000
 PROMPT = 512  # chunks

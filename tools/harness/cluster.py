@@ -17,7 +17,7 @@ import numpy as np
 from lmcache_shm.arena.check import check
 from lmcache_shm.arena.layout import FLAG_DROP, SlotState
 from lmcache_shm.arena.leftovers import leftovers, purge
-from lmcache_shm.arena.segment import attach
+from lmcache_shm.arena.segment import attach, segment_names, shm_path
 from lmcache_shm.client.connection import ControlError
 from tools.harness import failpoints
 from tools.harness.engines import EngineProcess, state_of
@@ -118,8 +118,8 @@ class Cluster:
 
     def memory(self) -> dict[str, int]:
         """Bytes that each of our names in /dev/shm takes: what `df` would say, whoever else is busy there."""
-        names = SHM.glob(f"lmcache_shm.{self.instance}*")
-        return {path.name: path.stat().st_blocks * 512 for path in names}
+        paths = [shm_path(name) for name in segment_names(self.instance)]
+        return {path.name: path.stat().st_blocks * 512 for path in paths if path.exists()}
 
     def arm_server(self, fault: dict[str, Any]) -> None:
         assert self.server is not None

@@ -20,14 +20,22 @@ from typing import Any
 
 import numpy as np
 
-from lmcache_shm.arena.layout import RING
-from lmcache_shm.client.client import CacheClient, unpack_rows
+from lmcache_shm.arena.job import CopyJob
+from lmcache_shm.arena.layout import SlotState
+from lmcache_shm.client.client import CacheClient, pack_rows, unpack_rows
+from lmcache_shm.client.in_flight import InFlightStores
+from lmcache_shm.client.plan import CachePlan, ObjectGroup
+from lmcache_shm.client.registration import Registration
 from lmcache_shm.config import Config
-from lmcache_shm.protocol.keys import KEY, ChunkKeys, seed
-from lmcache_shm.protocol.messages import GroupInfo, HelloReply, Register, Reserve
+from lmcache_shm.protocol.keys import ChunkKeys, seed
+from lmcache_shm.protocol.messages import KEY, GroupInfo, HelloReply, Register, Registered, Reserve
+from lmcache_shm.protocol.rules import Full, Recurrent
 from tools.harness import failpoints
 from tools.harness.payload import CHUNK, SHAPES, tokens
 
+PLAN = CachePlan(
+    CHUNK, (ObjectGroup("full", Full(), ()), ObjectGroup("recurrent", Recurrent(), ()))
+)
 MAX_CHUNKS = 10
 DOCUMENTS = 24
 ANSWER_S = 90.0
@@ -61,13 +69,20 @@ class Engine:
         space = {"model": "simulated", "space": options.get("space", "")}
         self.descriptor = json.dumps(space).encode()
         self.counts: Counter[str] = Counter()
-        self.job = random.Random(os.getpid()).randrange(1, 1 << 40)
+        self.loads = 0
         self.hit = self.stored = 0
         """Chunks of the last request."""
         self.workers = [self._start_worker(rank) for rank in range(self.world)]
         self.client = CacheClient(
-            Config(instance=options["instance"]), options["engine_id"], self._register
+            Config(instance=options["instance"]),
+            options["engine_id"],
+            self._register,
+            self._registered,
         )
+        self.latest: Registration | None = None
+        self.stores = InFlightStores(self.client, lambda: self.latest)
+        # Workers of an engine that was killed may still report its jobs.
+        self.stores._next_id = random.Random(os.getpid()).randrange(1, 1 << 40)
         self.client.start()
 
     def _start_worker(self, rank: int) -> WorkerProcess:
@@ -76,15 +91,21 @@ class Engine:
 
     def _register(self, hello: HelloReply) -> Register:
         groups = [GroupInfo("full", "full"), GroupInfo("recurrent", "recurrent")]
-        return Register(
+        self.register = Register(
             self.options["engine_id"],
             self.world,
             self.replicas,
             CHUNK,
             self.descriptor,
             groups,
+            pack_rows(self.stores.busy(hello.arena_id)),
             name="sim",
         )
+        return self.register
+
+    def _registered(self, registered: Registered, hello: HelloReply) -> None:
+        assert self.client.arena is not None
+        self.latest = Registration.of(registered, hello, self.client.arena, PLAN, self.register)
 
     # ---------------------------------------------------------------------------------- requests
     def run(self, operations: int, seconds: float) -> None:
@@ -135,7 +156,8 @@ class Engine:
                     self.counts["not_confirmed"] += 1
                     return
                 items.append((row, generation, group, key))
-        replies = self._order("load", items)
+        self.loads += 1
+        replies = self._order(-self.loads, "load", items)
         self.counts["hits"] += 1
         self.counts["hit_chunks"] += answer.n_chunks
         for reply in replies:
@@ -144,8 +166,8 @@ class Engine:
 
     def _store(self, keys: ChunkKeys, hit: int, chunks: int) -> None:
         wanted = [(g, c) for c in range(hit, chunks) for g in SHAPES]
-        arena, registration = self.client.arena, self.client.registration
-        if not wanted or arena is None or registration is None:
+        registration = self.latest
+        if not wanted or registration is None:
             return
         n = len(wanted)
         reserve = Reserve(
@@ -157,44 +179,66 @@ class Engine:
             bytes(8 * n),
         )
         began = time.monotonic()
-        stepped = self.client.step(reserve)
+        stepped = self.stores.flush(lambda _: reserve)
         self._waited(began)
         if stepped is None:
             return
         answers = unpack_rows(stepped.rows)
-        rows = [(row, g, c) for row, (g, c) in zip(answers, wanted, strict=True) if row >= 0]
+        granted = [(row, g, c) for row, (g, c) in zip(answers, wanted, strict=True) if row >= 0]
         self.counts["full"] += answers.count(-3)
-        if not rows:
+        if not granted:
             return
+        arena, rows, groups = (
+            registration.arena,
+            [row for row, _, _ in granted],
+            [g for _, g, _ in granted],
+        )
+        offsets, generations = arena.cold["offset"][rows], arena.hot["generation"][rows]
         items = []
-        for row, g, c in rows:
-            at = int(arena.cold["offset"][row]) + registration.token_offset[g]
+        for (row, g, c), offset, generation in zip(
+            granted, offsets.tolist(), generations.tolist(), strict=True
+        ):
+            at = offset + registration.token_offset[g]
             arena.data[at : at + keys.chunk_bytes] = keys.token_bytes(c)
-            items.append((row, int(arena.hot["generation"][row]), g, keys.key(c)))
-        finished = [row for row, _, _ in rows]
+            items.append((row, generation, g, keys.key(c)))
+        job = CopyJob.of(
+            self.stores.next_id,
+            "store",
+            registration.arena_id,
+            rows,
+            offsets,
+            generations,
+            groups,
+            [],
+        )
+        self.stores.add(registration, job, [(g, keys.key(c)) for _, g, c in granted], [])
         if self.options.get("hasty"):  # negative control: commit before the copies are done
-            self.client.step(commit=finished)
-        self._order("store", items)
-        ok = self._on_board(arena, registration.client)
-        lost = self.client.counts["commit_lost"]
-        done = self.client.step(commit=finished if ok else (), abort=() if ok else finished)
-        if ok and done is not None and self.client.counts["commit_lost"] == lost:
-            self.stored = len({c for _, _, c in rows})
+            self.client.step(commit=rows)
+        self._order(job.id, "store", items)
+        ok = self._finish(job)
+        if ok and (arena.hot["state"][rows] == SlotState.COMMITTED).all():
+            self.stored = len({c for _, _, c in granted})
         self.counts["stored" if ok else "stores_failed"] += len(rows)
 
-    def _on_board(self, arena: Any, client: int) -> bool:
-        cells = arena.boards[client, : self.world : self.replicas, self.job % RING]
-        return bool((cells == (self.job << 1 | 1)).all())
+    def _finish(self, job: CopyJob) -> bool:
+        """Commit or abort the rows of a store whose workers have answered, or died; whether all have reported it."""
+        self.stores.flush()
+        if not self.stores.storing:
+            return True
+        self.stores.refuse({job.id: set(range(self.world))})
+        self.stores.flush()
+        return False
 
-    def _order(self, do: str, items: list[tuple[int, int, int, bytes]]) -> list[dict[str, Any]]:
+    def _order(
+        self, job: int, do: str, items: list[tuple[int, int, int, bytes]]
+    ) -> list[dict[str, Any]]:
         """Have all workers do it; their replies. A dead worker is started anew, as an engine would be."""
         arena, registration = self.client.arena, self.client.registration
         assert arena is not None
         assert registration is not None
-        self.job += 1
         order = {
             "do": do,
-            "job": self.job,
+            "job": job,
             "arena_id": self.client.arena_id,
             "client": registration.client,
             "region_offsets": registration.region_offsets,
@@ -211,7 +255,9 @@ class Engine:
         }
         for worker in self.workers:
             self._send(worker, order)
-        return [reply for rank in range(self.world) if (reply := self._reply(rank)) is not None]
+        return [
+            reply for rank in range(self.world) if (reply := self._reply(rank, job)) is not None
+        ]
 
     def _send(self, worker: WorkerProcess, order: dict[str, Any]) -> None:
         try:
@@ -219,13 +265,13 @@ class Engine:
         except OSError:
             pass  # its end is noticed when the answer is read
 
-    def _reply(self, rank: int) -> dict[str, Any] | None:
+    def _reply(self, rank: int, job: int) -> dict[str, Any] | None:
         end = time.monotonic() + ANSWER_S
         worker = self.workers[rank]
         try:
             while worker.pipe.poll(max(0.0, end - time.monotonic())):
                 reply: dict[str, Any] = worker.pipe.recv()
-                if reply["job"] == self.job:
+                if reply["job"] == job:
                     return reply
         except (EOFError, OSError):
             self._replace(rank)

@@ -16,7 +16,7 @@ from pathlib import Path
 
 MARK = "LMCACHE_SHM_TEST_RUN"
 SHM = Path("/dev/shm")
-SEGMENT = re.compile(r"lmcache_shm\.test-(\d+)-")
+SEGMENT = re.compile(r"lmcache_shm\.\d+\.test-(\d+)-")
 shared_processes: set[int] = set()
 """Processes that a fixture of wider scope started anew in the middle of a test, and will end."""
 SCRATCH = re.compile(r"lmcshm-test-(\d+)-")
@@ -36,11 +36,13 @@ def mark() -> str:
 
 
 def marked_processes() -> Iterator[tuple[int, str]]:
-    """(pid, mark) of each live process started by any test run of this user."""
+    """(pid, mark) of each live process of this user that any test run has started."""
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():
             continue
         try:
+            if entry.stat().st_uid != os.geteuid():  # root may look at others', but not end them
+                continue
             environ = (entry / "environ").read_bytes().split(b"\0")
         except OSError:
             continue
@@ -86,8 +88,16 @@ def is_mapped_elsewhere(name: str, own: set[int]) -> bool:
     return False
 
 
+def is_ours(path: Path) -> bool:
+    """/dev/shm and /tmp are everybody's: whether this user owns what is there (a link itself, not its target)."""
+    try:
+        return path.lstat().st_uid == os.geteuid()
+    except OSError:
+        return False
+
+
 def clear_dead_runs() -> list[str]:
-    """End and remove what dead runs left; returns what was done, one line each."""
+    """End and remove what dead runs of this user left; returns what was done, one line each."""
     done = []
     for pid, owner in marked_processes():
         owner_pid, _, started = owner.partition(":")
@@ -99,8 +109,11 @@ def clear_dead_runs() -> list[str]:
     for folder, pattern in ((SHM, SEGMENT), (Path(tempfile.gettempdir()), SCRATCH)):
         for entry in folder.iterdir():
             match = pattern.match(entry.name)
-            if match and not start_time(int(match[1])):
-                shutil.rmtree(entry, ignore_errors=True) if entry.is_dir() else entry.unlink()
+            if match and not start_time(int(match[1])) and is_ours(entry):
+                if entry.is_dir() and not entry.is_symlink():
+                    shutil.rmtree(entry, ignore_errors=True)
+                else:
+                    entry.unlink(missing_ok=True)
                 done.append(f"removed {entry}")
     return done
 

@@ -38,8 +38,8 @@ SERVER = [
     Point("server", CATALOG + "leave", 1, "reconnect"),
     Point("server", "lmcache_shm.server.catalog.slots:Slots.evict", 2),
     Point("server", "lmcache_shm.server.catalog.slots:Slots.free", 2),
-    Point("server", "lmcache_shm.server.catalog.room:Room.make", 2),
-    Point("server", "lmcache_shm.server.catalog.room:Room._take_over", 1, "another size"),
+    Point("server", "lmcache_shm.server.catalog.eviction:Allocation.make", 2),
+    Point("server", "lmcache_shm.server.catalog.eviction:Allocation._take_over", 1, "another size"),
     Point("server", "lmcache_shm.server.catalog.reservation:Reserver._write", 2),
     Point("server", ARENA + "allocator:SlabAllocator.alloc", 2),
     Point("server", ARENA + "allocator:SlabAllocator.bind", 1, "clear"),
@@ -47,14 +47,14 @@ SERVER = [
     Point("server", SERVER_SIDE + "engines:write_client", 1, "reconnect"),
     Point("server", SERVER_SIDE + "engines:Engines.attach", 2, "reconnect"),
     Point("server", SERVER_SIDE + "engines:Engines.leave", 1, "reconnect"),
-    Point("server", SERVER_SIDE + "session:Session.new_lease", 2),
+    Point("server", SERVER_SIDE + "engines:Session.new_lease", 2),
     Point("server", SERVER_SIDE + "loop:Server._reply", 5),
     Point("server", SERVER_SIDE + "loop:Server._drop", 2, "reconnect"),
 ]
 RESTART = [
-    Point("restart", "lmcache_shm.cli.serve:adopt", 1),
-    Point("restart", "lmcache_shm.server.catalog.recovery:_rewrite", 1),
-    Point("restart", "lmcache_shm.server.catalog.recovery:_index", 1),
+    Point("restart", "lmcache_shm.server.process:adopt", 1),
+    Point("restart", "lmcache_shm.server.catalog.consistency:_rewrite", 1),
+    Point("restart", "lmcache_shm.server.catalog.consistency:_index", 1),
     Point("restart", ARENA + "segment:Arena.set_owner", 1),
     Point("restart", SERVER_SIDE + "loop:listen", 1),
 ]
@@ -68,15 +68,15 @@ SCHEDULER = [
     Point("scheduler", CLIENT + "connection:Connection._receive", 4),
     Point("scheduler", "__main__:Engine._load", 1),
     Point("scheduler", "__main__:Engine._order"),
-    Point("scheduler", "__main__:Engine._on_board", 2),
+    Point("scheduler", CLIENT + "in_flight:InFlightStores._reported", 2),
 ]
 WORKER = [
     Point("worker", CLIENT + "client:WorkerClient._greet", 1, "reconnect"),
     Point("worker", TRANSFER + "cpu:CpuEngine.submit"),
     Point("worker", TRANSFER + "cpu:CpuEngine._copy", 7),
     Point("worker", TRANSFER + "guard:SlotGuard.changed_hands", 7),
-    Point("worker", TRANSFER + "strided:BundleCopier.store", 7),
-    Point("worker", TRANSFER + "strided:BundleCopier.load", 7),
+    Point("worker", TRANSFER + "strided:RunCopier.store", 7),
+    Point("worker", TRANSFER + "strided:RunCopier.load", 7),
     Point("worker", "__main__:Worker._tick"),
 ]
 POINTS = SERVER + RESTART + SCHEDULER + WORKER

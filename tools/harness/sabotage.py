@@ -3,19 +3,20 @@
 import os
 import random
 import time
-from typing import Any
 
 
 def install() -> None:
     """What SABOTAGE names is broken in this process."""
     what = os.environ.get("SABOTAGE", "")
     if what == "no-quarantine":
-        from lmcache_shm.server.engines import Engines
+        from lmcache_shm.server.engines import Ownership
 
-        def at_once(self: Engines, engine: Any, rows: list[int]) -> None:  # noqa: ARG001
-            self.catalog.abort(rows)
+        lose = Ownership.lose
 
-        Engines.quarantine = at_once  # type: ignore[method-assign]
+        def at_once(self: Ownership, *, writers: bool) -> int:  # noqa: ARG001
+            return lose(self, writers=False)
+
+        Ownership.lose = at_once  # type: ignore[method-assign]
     elif what == "clock":
         # At every look it shows another time between 1970 and 2116.
         time.time = lambda: random.uniform(0, 1 << 32)

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from lmcache_shm.arena.job import JobKind
 from lmcache_shm.transfer.device import Device, DeviceError, Ranges, Rows
-from lmcache_shm.transfer.engine import JobKind
 
 INVALID_VALUE = 1
 

@@ -9,7 +9,7 @@ from tools.harness.engines import EngineProcess
 from tools.harness.points import TRANSFER, Point
 from tools.harness.wait import LONG_S, until
 
-STORE = TRANSFER + "strided:BundleCopier.store"
+STORE = TRANSFER + "strided:RunCopier.store"
 ATTEMPTS = 4
 """What is armed may have been killed, or cut off from the server, by the fault before."""
 ATTEMPT_S = 12.0

@@ -12,12 +12,12 @@ from typing import Any
 
 import numpy as np
 
+from lmcache_shm.arena.job import CopyJob, Pages
 from lmcache_shm.arena.layout import RING
 from lmcache_shm.client.client import WorkerClient
 from lmcache_shm.config import Config
 from lmcache_shm.transfer import guard
 from lmcache_shm.transfer.cpu import CpuEngine
-from lmcache_shm.transfer.engine import CopyItem, CopyJob, PageRun
 from lmcache_shm.transfer.pages import Part, RawTensor, SlotLayout, group_pages
 from tools.harness import failpoints
 from tools.harness.payload import N_BLOCKS, SHAPES, page
@@ -97,17 +97,15 @@ class Worker:
             }  # another rank writes it
         for item, numbers in placed:
             self._fill(item, numbers, wipe=not store)
-        items = [
-            CopyItem(
-                item["row"],
-                item["offset"] + order["region_offsets"][item["group"]][self.rank],
-                item["generation"],
-                item["group"],
-                [PageRun(0, 0, np.array(numbers, np.int64))],
-            )
-            for item, numbers in placed
-        ]
-        engine.submit(CopyJob(order["job"], order["do"], items, 100.0, order["arena_id"]))
+        job = CopyJob.of(
+            order["job"],
+            order["do"],
+            order["arena_id"],
+            *([item[c] for item, _ in placed] for c in ("row", "offset", "generation", "group")),
+            [[Pages(0, 0, numbers)] for _, numbers in placed],
+        )
+        regions = np.array(order["region_offsets"])[job.groups, self.rank]
+        engine.submit(job, job.offsets + regions, deadline_s=100.0)
         engine.drain(120.0)
         (result,) = engine.poll()
         if store:

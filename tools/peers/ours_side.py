@@ -16,13 +16,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from lmcache_shm.arena.job import CopyJob, Pages
+from lmcache_shm.arena.slot import same_tokens
 from lmcache_shm.cli.bench_transfer import TORCH_OFFSET
 from lmcache_shm.client.client import CacheClient, WorkerClient
 from lmcache_shm.config import connector_config
-from lmcache_shm.protocol.keys import ChunkKeys, same_tokens, seed
+from lmcache_shm.protocol.keys import ChunkKeys, seed
 from lmcache_shm.protocol.messages import GroupInfo, HelloReply, Register, Reserve
 from lmcache_shm.transfer.cpu import CpuEngine
-from lmcache_shm.transfer.engine import CopyItem, CopyJob, PageRun
 from lmcache_shm.transfer.pages import Part, RawTensor, SlotLayout, group_pages
 from tools.peers.side import CONTROL, Shape, block_order, cpu_seconds, serve, token_ids
 from tools.server_process import Server
@@ -131,17 +132,21 @@ class Cache:
     def _copy(self, kind: Any, rows: list[int], first: int) -> None:
         region = self.place.region_offsets[0][0]
         per_chunk = self.shape.chunk // self.shape.block
-        generations = self.arena.hot["generation"][rows].tolist()
-        offsets = (self.arena.cold["offset"][rows] + region).tolist()
-        items = [
-            CopyItem(
-                row, offset, generation, 0,
-                [PageRun(0, 0, self.blocks[(first + i) * per_chunk : (first + i + 1) * per_chunk])],
-            )
-            for i, (row, offset, generation) in enumerate(zip(rows, offsets, generations, strict=True))
-        ]  # fmt: skip
+        blocks = self.blocks[first * per_chunk : (first + len(rows)) * per_chunk].reshape(
+            len(rows), -1
+        )
         self.job += 1
-        self.engine.submit(CopyJob(self.job, kind, items, 600.0))
+        job = CopyJob.of(
+            self.job,
+            kind,
+            b"",
+            rows,
+            self.arena.cold["offset"][rows],
+            self.arena.hot["generation"][rows],
+            [0] * len(rows),
+            [[Pages(0, 0, ids)] for ids in blocks.tolist()],
+        )
+        self.engine.submit(job, job.offsets + region, deadline_s=600.0)
         assert self.engine.drain(600)
         (result,) = self.engine.poll()
         assert result.ok, result

@@ -70,7 +70,7 @@ class Family:
             paths.append(env["PYTHONPATH"])
         env |= {
             "PYTHONPATH": os.pathsep.join(paths),
-            VARIABLE: ",".join([*self.hooks, "dummy_init"]),
+            VARIABLE: ",".join([*self.hooks, "dummy_init", "inspect_here"]),
             "HF_HUB_OFFLINE": "1",
             "TRANSFORMERS_OFFLINE": "1",
             "VLLM_NO_USAGE_STATS": "1",

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from . import zygote
 from .family import load, python
 
 
@@ -71,15 +72,9 @@ class Engine:
         variables = {
             "VLLM_RPC_BASE_PATH": self._folder.name
         }  # sockets that vLLM itself leaves behind
+        environment = load(family).environment(**variables, **(env or {}))
         with self.log.open("wb") as log:
-            self._process = subprocess.Popen(
-                [python(), "-m", "tools.tiny_models.runner", json.dumps(options)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                env=load(family).environment(**variables, **(env or {})),
-                start_new_session=True,  # its helpers are ended with it, and Ctrl-C reaches only the caller
-            )
+            self._process = started(json.dumps(options), environment, log.fileno())
         self._pending = b""
         self._selector = selectors.DefaultSelector()
         if self._process.stdout is None or self._process.stdin is None:
@@ -156,7 +151,7 @@ class Engine:
     def close(self, *, ask: bool = True) -> None:
         """End the process (asked first if `ask`, killed after 20 s) and remove what it leaves. Idempotent."""
         left = collective_segments(self._process.pid)
-        if ask and self._process.poll() is None:
+        if ask:
             try:
                 self.send("exit")
                 self._process.wait(20)
@@ -188,6 +183,24 @@ class Engine:
         trace: TracebackType | None,
     ) -> None:
         self.close(ask=error is None)
+
+
+def started(
+    argument: str, environment: dict[str, str], log: int
+) -> zygote.Forked | subprocess.Popen[bytes]:
+    """A process of `runner` in a session of its own: its helpers are ended with it, and Ctrl-C reaches only the caller."""
+    zygotes = zygote.current()
+    forked = zygotes.fork(argument, environment, log) if zygotes else None
+    if forked is not None:
+        return forked
+    return subprocess.Popen(
+        [python(), "-m", "tools.tiny_models.runner", argument],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=log,
+        env=environment,
+        start_new_session=True,
+    )
 
 
 BETWEEN_RANKS = ("/dev/shm/vllm_dist_", "/dev/shm/psm_")

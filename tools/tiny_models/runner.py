@@ -5,6 +5,7 @@ The first answer is {"ready": …}. Each line of input is {"op": …, …}; each
 The engine core runs in this process (no busy loop), so a step happens only while `generate` is at work.
 """
 
+import atexit
 import json
 import os
 import shutil
@@ -14,8 +15,6 @@ import time
 import traceback
 from pathlib import Path
 from typing import Any
-
-os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 
 from tools.parent_watch import on_parents_end
 
@@ -175,6 +174,7 @@ OPERATIONS = ("generate", "reset", "describe", "free_blocks", "python")
 
 def main() -> None:
     """Answer requests until told to end."""
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     options = json.loads(sys.argv[1])
     on_parents_end(lambda: abandoned(Path(options["folder"])))
     answers = os.fdopen(os.dup(1), "w", buffering=1)
@@ -205,6 +205,10 @@ def main() -> None:
     core = runner.llm.llm_engine.engine_core
     core.shutdown()
     answer({"ok": "bye"})
+    # What is registered for the end runs; to take apart all that was imported would take 3 s, and mend nothing.
+    atexit._run_exitfuncs()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 if __name__ == "__main__":

@@ -1,1 +1,1 @@
-"""MEANING: which slot holds what. Used by the server; keys and hits also by the engine side."""
+"""The catalog: which chunk each slot holds. Only the server uses it."""

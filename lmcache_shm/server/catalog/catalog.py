@@ -1,4 +1,4 @@
-"""The catalog: what is in which slot, who may use it, and who must leave. Single-threaded; the server's.
+"""The catalog: which chunk each slot holds, which engines use it, which slots leave. One thread, the server's.
 
 Life of a row::
 
@@ -7,7 +7,7 @@ Life of a row::
                        └─quarantine→ QUARANTINED ─unquarantine/abort→ FREE
 
 A reserved or pinned row that is cleared is in no index any more (FLAG_DROP) and becomes FREE at its
-commit, abort or last release. Truth is the slot table in shared memory; the dicts here are an index over it.
+commit, abort or last release. The slot table in shared memory is the truth; the dicts here are an index over it.
 """
 
 import time
@@ -21,14 +21,12 @@ from lmcache_shm.arena.allocator import NO_ROWS
 from lmcache_shm.arena.layout import FLAG_DROP, U64, Rows, SlotState, owners_of, places, seal_of
 from lmcache_shm.arena.segment import Arena
 from lmcache_shm.protocol.keys import TOKEN, salt_word
-from lmcache_shm.server.catalog import audit, report
-from lmcache_shm.server.catalog.hints import Hints
-from lmcache_shm.server.catalog.lookup import Hit, Lookup
-from lmcache_shm.server.catalog.namespaces import MAX_NAMESPACES, CatalogError, GroupSpec, Namespace
-from lmcache_shm.server.catalog.recovery import recover
-from lmcache_shm.server.catalog.registry import Registry
-from lmcache_shm.server.catalog.reservation import BUSY, EXISTS, FULL, Entries, Reserver
-from lmcache_shm.server.catalog.room import Room
+from lmcache_shm.server.catalog import consistency, stats
+from lmcache_shm.server.catalog.eviction import Allocation
+from lmcache_shm.server.catalog.groups import CatalogError, GroupSpec, Namespace
+from lmcache_shm.server.catalog.lookup import Hit, IndexCache, Lookup
+from lmcache_shm.server.catalog.namespaces import MAX_NAMESPACES, Registry
+from lmcache_shm.server.catalog.reservation import Entries, Reserver
 from lmcache_shm.server.catalog.slots import (
     COMMIT,
     DROPPED,
@@ -40,8 +38,6 @@ from lmcache_shm.server.catalog.slots import (
     STATE_AND_FLAGS,
     Slots,
 )
-
-__all__ = ["BUSY", "EXISTS", "FULL", "Catalog", "CatalogError", "GroupSpec", "Hit", "Namespace"]
 
 AnyRows = Rows | Sequence[int]
 
@@ -56,9 +52,9 @@ class Catalog:
         self.arena = arena
         self._slots = Slots(arena)
         self._registry = Registry(self._slots, self._empty, max_namespaces)
-        self._hints = Hints(self._slots)
-        self._lookup = Lookup(self._slots, self._hints)
-        self._reserver = Reserver(self._slots, Room(self._slots))
+        self._cache = IndexCache(self._slots)
+        self._lookup = Lookup(self._slots, self._cache)
+        self._reserver = Reserver(self._slots, Allocation(self._slots))
         self.adopted: dict[str, int] = {"slots": 0, "bytes": 0, "dropped": 0, "quarantined": 0}
 
     def recover(self) -> dict[str, int]:
@@ -69,7 +65,7 @@ class Catalog:
         "bytes", "dropped", "quarantined", "damaged"); raises CatalogError when the table cannot be trusted.
         """
         self._registry.load()
-        self.adopted = recover(self._slots)
+        self.adopted = consistency.recover(self._slots)
         return self.adopted
 
     # ------------------------------------------------------------------------------- namespaces
@@ -173,8 +169,8 @@ class Catalog:
         )
         hot[:, 0] += COMMIT
         hot[:, 3] |= NO_CLIENT
-        slots.words[at] = hot  # last: what is COMMITTED is sealed
-        self._hints.note(rows, owners, cold[:, 0])
+        slots.words[at] = hot  # last: a COMMITTED row is sealed
+        self._cache.note(rows, owners, cold[:, 0])
         for group, n in slots.count_by_owner(owners):
             group.commits += n
             group.reserved -= n
@@ -185,7 +181,7 @@ class Catalog:
         return len(rows)
 
     def abort(self, rows: AnyRows) -> int:
-        """Give back reserved or quarantined rows that nobody writes any more; how many there were."""
+        """Free reserved or quarantined rows that nobody writes any more; how many there were."""
         slots = self._slots
         rows = slots.in_state(_rows(rows), SlotState.RESERVED, SlotState.QUARANTINED)
         indexed = slots.in_state(rows, SlotState.RESERVED)
@@ -196,7 +192,7 @@ class Catalog:
         return len(rows)
 
     def quarantine(self, rows: AnyRows) -> int:
-        """Reserved rows whose writer is lost: found by nobody, used for nothing until a late copy is ruled out."""
+        """Keep reserved rows, whose writer is lost, out of use until a late copy is ruled out; how many."""
         slots = self._slots
         rows = self._pending(rows)
         slots.forget(rows[~slots.is_dropped(rows)])
@@ -205,7 +201,7 @@ class Catalog:
         return len(rows)
 
     def unquarantine(self, client: int) -> int:
-        """No process of this client can write any more: free what it had in quarantine; how many rows."""
+        """Free a client's quarantined rows, now that none of its processes can write any more; how many."""
         held = (self._slots.state == SlotState.QUARANTINED) & (self.arena.hot["client"] == client)
         return self.abort(np.flatnonzero(held).astype(np.int32))
 
@@ -219,8 +215,8 @@ class Catalog:
     def clear(self, ns: int | None = None, salt: bytes | int | None = None) -> int:
         """Forget committed and reserved slots of a namespace (None: of all) and cache salt (None: any).
 
-        What is pinned stays readable for those who hold it; what is reserved is dropped at its commit.
-        Returns how many committed slots are found no more.
+        Pinned slots stay readable for those who hold them; reserved ones are dropped at their commit.
+        Returns how many committed slots were forgotten.
         """
         slots = self._slots
         hot = self.arena.hot
@@ -251,7 +247,7 @@ class Catalog:
         return int(committed.sum())
 
     def discard(self, rows: AnyRows) -> int:
-        """Committed rows with damaged content: found no more, and freed now or at their last release; how many."""
+        """Drop committed rows with damaged content: freed now, or at their last release; how many."""
         slots = self._slots
         rows = slots.in_state(_rows(rows), SlotState.COMMITTED)
         rows = rows[~slots.is_dropped(rows)]
@@ -268,30 +264,26 @@ class Catalog:
         self._slots.evict(rows[self._slots.pins[rows] == 0])
         self._slots.changes += 1
 
-    # ------------------------------------------------------------------------------------ people
+    # ------------------------------------------------------------------------------------- stats
     def snapshot(self) -> dict[str, Any]:
         """Counters and gauges: "arena", "counters", "misses", "adopted", "namespaces", "slab_map"."""
-        return report.snapshot(self._slots, self._lookup.misses, self.adopted)
+        return stats.snapshot(self._slots, self._lookup.misses, self.adopted)
 
     def tree(self, ns: int | None = None, limit: int = 1000) -> list[dict[str, Any]]:
         """The most recently used cached chunks of a namespace (None or negative: of all), by prefix."""
-        return report.tree(self._slots, ns, limit)
+        return stats.tree(self._slots, ns, limit)
 
     def check(self, *, thorough: bool | None = None) -> list[str]:
         """Findings of arena.check, and where the index and the table disagree; empty when all is well.
 
-        With more than audit.THOROUGH slots in use only numbers are compared, unless `thorough` is True.
+        With more than consistency.THOROUGH slots in use only numbers are compared, unless `thorough` is True.
         """
-        return audit.check(self._slots, thorough=thorough)
+        return consistency.check(self._slots, thorough=thorough)
 
     @property
     def tick(self) -> int:
-        """The use counter: the highest tick that a slot has."""
+        """The LRU clock: the highest tick that a slot has."""
         return self._slots.tick
-
-    @property
-    def misses(self) -> dict[str, int]:
-        return dict(self._lookup.misses)
 
 
 def _rows(rows: Iterable[int]) -> Rows:

@@ -1,4 +1,10 @@
-"""Acquire: the usable prefix of a request over all groups, pinned."""
+"""Acquire: the usable prefix of a request over all groups, pinned.
+
+The index cache. A dict of a million keys costs several cache misses a key, one after the other. Here a key's
+bucket holds a row number, and the row's own key, owner and state confirm it; numpy does that for hundreds of
+keys at once. Nothing is ever removed: outdated entries are not confirmed. A group's index stays the truth; it is
+asked for the keys that were not confirmed.
+"""
 
 from collections import Counter
 from typing import NamedTuple
@@ -6,20 +12,57 @@ from typing import NamedTuple
 import numpy as np
 
 from lmcache_shm.arena.allocator import NO_ROWS
-from lmcache_shm.arena.layout import U64, Rows, SlotState, places
-from lmcache_shm.protocol.keys import KEY
+from lmcache_shm.arena.layout import NAMESPACE, U64, Rows, SlotState, places, word
+from lmcache_shm.protocol.keys import split
+from lmcache_shm.protocol.messages import KEY
 from lmcache_shm.protocol.rules import needed, usable_chunks
-from lmcache_shm.server.catalog import misses
-from lmcache_shm.server.catalog.hints import FEW, Hints
-from lmcache_shm.server.catalog.index import split
-from lmcache_shm.server.catalog.namespaces import Group, Namespace
-from lmcache_shm.server.catalog.slots import PIN, Slots
+from lmcache_shm.server import counters as misses
+from lmcache_shm.server.catalog.groups import Group, Namespace
+from lmcache_shm.server.catalog.slots import KNOWN, PIN, Slots
+
+BUCKETS = 8
+"""Buckets per slot, at least: when all slots are in use, one key in sixteen loses its bucket to another."""
+FEW = 24
+"""For at most this many keys the index is faster."""
+_SPREAD, _HIGH = word(0x9E3779B97F4A7C15), word(32)
+_NOT_FOUND = np.int32(-1)
+
+
+class IndexCache:
+    """32 to 64 bytes a slot."""
+
+    def __init__(self, slots: Slots) -> None:
+        self._slots = slots
+        buckets = 1 << (BUCKETS * slots.arena.max_slots - 1).bit_length()
+        self._rows = np.zeros(buckets, np.int32)
+        self._mask = word(buckets - 1)
+
+    def note(self, rows: Rows, owners: U64, keys: U64) -> None:
+        """Committed rows, their owners (see layout.owners_of), and the first words of their keys."""
+        self._rows[self._buckets(owners, keys)] = rows
+
+    def find(self, space: Namespace, group: Group, keys: U64) -> Rows:
+        """Committed rows of keys, u64[n, 2]; -1 where the index has to be asked."""
+        owner = space.id << 32 | group.number << 16
+        rows = self._rows.take(self._buckets(word(owner), keys[:, 0]))
+        at = places(rows)
+        hot = self._slots.words.take(at, 0)
+        found = self._slots.keys[at].view(np.uint64).reshape(-1, 2)
+        right = hot[:, 0] & KNOWN == word(SlotState.COMMITTED | group.number << 16)
+        right &= hot[:, 3] & NAMESPACE == word(space.id << 32)
+        right &= found[:, 0] == keys[:, 0]
+        right &= found[:, 1] == keys[:, 1]
+        return np.where(right, rows, _NOT_FOUND)
+
+    def _buckets(self, owners: U64, keys: U64) -> U64:
+        return (keys ^ owners * _SPREAD >> _HIGH) & self._mask
+
 
 HIT = np.uint64(1 << 16)
 ALL_HITS = np.uint64(0xFFFF << 16)
 FIRST_LOOK = 64
 STRIDE = 8
-"""FIRST_LOOK keys are probed before looking whether the prefix goes on; then STRIDE times as many, and so on."""
+"""FIRST_LOOK keys are probed first; while the prefix goes on, each further probe has STRIDE times as many."""
 
 
 class Hit(NamedTuple):
@@ -32,10 +75,10 @@ class Hit(NamedTuple):
 
 
 class Lookup:
-    def __init__(self, slots: Slots, hints: Hints) -> None:
+    def __init__(self, slots: Slots, cache: IndexCache) -> None:
         self._slots = slots
-        self._hints = hints
-        self.misses: Counter[str] = misses.no_misses()
+        self._cache = cache
+        self.misses: Counter[str] = Counter(dict.fromkeys(misses.MISSES, 0))
         """Look-ups that found less than they asked for, by reason."""
 
     def acquire(self, space: Namespace, keys: bytes, local_tokens: int, num_tokens: int) -> Hit:
@@ -106,7 +149,7 @@ class Lookup:
         """Committed rows of chunks [at, end); -1 where there is none."""
         if end - at <= FEW:
             return self._indexed(group, names[at:end])
-        rows = self._hints.find(space, group, words[at:end])
+        rows = self._cache.find(space, group, words[at:end])
         left = np.flatnonzero(rows < 0)
         if len(left):
             rows[left] = self._indexed(group, [names[at + i] for i in left.tolist()])
@@ -114,7 +157,7 @@ class Lookup:
 
     def _indexed(self, group: Group, names: list[bytes]) -> Rows:
         rows = group.index.rows(names)
-        # Index -1 reads the last row, whatever it is; the result is -1 either way.
+        # Index -1 reads the last row, whatever its state; the result is -1 either way.
         return np.where(self._slots.state[rows] == SlotState.COMMITTED, rows, np.int32(-1))
 
     def _pin(
@@ -125,14 +168,14 @@ class Lookup:
         first, pinned = [], []
         for group, rows in zip(space.groups, held, strict=True):
             need = needed(group.spec.rule, size, n, local_tokens) if n else range(0)
-            mine = rows[need.start : need.stop].copy()  # not a view: a lease may be held for long
+            mine = rows[need.start : need.stop].copy()  # no view: a lease may be held for long
             first.append(need.start)
             pinned.append(mine)
             if len(mine):
                 slots.counters["bytes_acquired"] += len(mine) * group.size
                 group.hits += len(mine)
                 group.served += 1
-            # The whole prefix counts as used, also what the engine holds itself.
+            # The whole prefix counts as used, also the chunks that the engine holds itself.
             at = 0 if group.full else need.start
             use = rows[at : max(n, start) if group.full else need.stop]
             self._touch(use, need.start - at if n else len(use), top - at)

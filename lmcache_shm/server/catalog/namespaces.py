@@ -1,103 +1,126 @@
-"""Namespaces and their object groups, and where they are written down."""
+"""Which namespaces there are, and their copy in the meta segment.
+
+A namespace without users and slots is dropped when its place is needed.
+"""
 
 import struct
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
 import xxhash
 
-from lmcache_shm.arena.allocator import slot_class
 from lmcache_shm.arena.segment import Arena
-from lmcache_shm.protocol.keys import seed
-from lmcache_shm.protocol.rules import RULES, Full, Rule, rule_words
-from lmcache_shm.server.catalog.index import Index
+from lmcache_shm.protocol.rules import rule_of, rule_words
+from lmcache_shm.server.catalog.groups import CatalogError, Group, GroupSpec, Namespace
+from lmcache_shm.server.catalog.slots import Slots
 
 MAX_NAMESPACES = 4096
 
 
-class CatalogError(Exception):
-    """A request that cannot be met; one line with what to change."""
+class Registry:
+    def __init__(
+        self, slots: Slots, evict_all: Callable[[Namespace], None], limit: int = MAX_NAMESPACES
+    ) -> None:
+        """`evict_all` empties a namespace without users, as far as it can."""
+        self._slots = slots
+        self._evict_all = evict_all
+        self._limit = limit
+        self._store = NamespaceStore(slots.arena)
+        self._by_identity: dict[tuple[Any, ...], Namespace] = {}
+        self._next_id = 1
 
+    def load(self) -> None:
+        """After a warm restart. Raises CatalogError when the table is damaged."""
+        self._next_id, found = self._store.load()
+        for space in found:
+            self._add(space)
 
-@dataclass(frozen=True)
-class GroupSpec:
-    """One object group. `slot_bytes` of one chunk over all ranks; `info` is for people (kinds, layers, …)."""
+    def register(
+        self, descriptor: bytes, groups: Sequence[GroupSpec], chunk_size: int
+    ) -> Namespace:
+        """The namespace with this identity, made if need be; one user more. Raises CatalogError."""
+        self._check(groups, chunk_size)
+        made = [Group(i, spec) for i, spec in enumerate(groups)]
+        space = Namespace(self._next_id, descriptor, chunk_size, made)
+        known = self._by_identity.get(space.identity)
+        if known is None:
+            known = self._create(space)
+        else:
+            for group, spec in zip(known.groups, groups, strict=True):
+                group.spec = spec  # its `info` may have changed
+        known.users += 1
+        return known
 
-    name: str
-    rule: Rule
-    slot_bytes: int
-    info: Mapping[str, Any] = field(default_factory=dict, compare=False)
+    def leave(self, space: Namespace) -> None:
+        """One user less."""
+        space.users = max(space.users - 1, 0)
 
+    def _create(self, space: Namespace) -> Namespace:
+        if len(self._slots.spaces) >= self._limit:
+            self._make_room()
+        while True:
+            self._add(space)
+            self._next_id = space.id + 1
+            try:
+                self._store.save(self._next_id, list(self._slots.spaces.values()))
+            except CatalogError:
+                self._remove(space)
+                if not self._drop_idle() and not self._drop_coldest():
+                    raise
+                continue
+            return space
 
-@dataclass(eq=False)
-class Group:
-    """A group at work. `index` holds committed and reserved slots that were not cleared."""
+    def _make_room(self) -> None:
+        if not self._drop_idle() and not self._drop_coldest():
+            raise CatalogError(
+                f"all {len(self._slots.spaces)} namespaces are in use by connected engines or have "
+                "slots in flight; stop some engines"
+            )
 
-    number: int
-    spec: GroupSpec
-    index: Index = field(default_factory=Index)
-    size: int = 0
-    """slot_bytes in whole pages: its class."""
-    full: bool = False
-    leading: int = 0
-    """Tokens of a chunk in the one group of each namespace whose commits count them, else 0."""
-    hits: int = 0
-    """Chunks that hits used."""
-    served: int = 0
-    """Look-ups to which it gave chunks."""
-    misses: int = 0
-    """Look-ups that found nothing for want of it."""
-    short: int = 0
-    """Look-ups that found something, and no more for want of it."""
-    commits: int = 0
-    reserved: int = 0
-    """Rows in the index that are not committed yet."""
-    evictions: int = 0
+    def _drop_idle(self) -> bool:
+        """Drop all namespaces that hold nothing and have no user."""
+        idle = [space for space in self._slots.spaces.values() if not space.users and space.empty]
+        for space in idle:
+            self._remove(space)
+        self._slots.counters["namespaces_dropped"] += len(idle)
+        return bool(idle)
 
-    def __post_init__(self) -> None:
-        self.size = slot_class(self.spec.slot_bytes)
-        self.full = isinstance(self.spec.rule, Full)
+    def _drop_coldest(self) -> bool:
+        """Empty and drop the namespace without users that was used least recently."""
+        unused = [space for space in self._slots.spaces.values() if not space.users]
+        for space in sorted(unused, key=lambda space: space.last_tick):
+            self._evict_all(space)
+            if space.empty:
+                self._remove(space)
+                self._slots.counters["namespaces_dropped"] += 1
+                return True
+        return False
 
+    def _add(self, space: Namespace) -> None:
+        self._slots.spaces[space.id] = space
+        self._by_identity[space.identity] = space
 
-@dataclass(eq=False)
-class Namespace:
-    """`id` is never used for another namespace in the same arena. `users`: sessions registered for it."""
+    def _remove(self, space: Namespace) -> None:
+        del self._slots.spaces[space.id]
+        del self._by_identity[space.identity]
 
-    id: int
-    descriptor: bytes
-    chunk_size: int
-    groups: list[Group]
-    users: int = 0
-    hits: int = 0
-    misses: int = 0
-    last_tick: int = 0
-    full: list[Group] = field(init=False)
-    """Those of `groups` that need every chunk of a prefix."""
-
-    def __post_init__(self) -> None:
-        self.full = [group for group in self.groups if group.full]
-        (self.full or self.groups)[0].leading = self.chunk_size
-
-    @property
-    def key(self) -> bytes:
-        """Parent key of its first chunks."""
-        return seed(self.descriptor)
-
-    @property
-    def identity(self) -> tuple[Any, ...]:
-        return self.descriptor, self.chunk_size, tuple(group.spec for group in self.groups)
-
-    @property
-    def empty(self) -> bool:
-        return not any(len(group.index) for group in self.groups)
-
-    def forget_all(self) -> None:
-        """Empty all indices (whatever becomes of the rows)."""
-        for group in self.groups:
-            group.index.clear()
-            group.reserved = 0
+    def _check(self, groups: Sequence[GroupSpec], chunk_size: int) -> None:
+        if chunk_size < 1:
+            raise CatalogError(f"a chunk of {chunk_size} tokens; say how long a chunk is")
+        if not 1 <= len(groups) <= 1 << 16:
+            raise CatalogError(f"{len(groups)} object groups; 1 to 65536 are possible")
+        allocator = self._slots.allocator
+        for spec in groups:
+            if spec.slot_bytes < 1:
+                raise CatalogError(f"group {spec.name}: a slot of {spec.slot_bytes} bytes")
+            if not allocator.fits(spec.slot_bytes):
+                room = allocator.room_slabs() * allocator.slab_bytes
+                raise CatalogError(
+                    f"one chunk of group {spec.name} takes {spec.slot_bytes / 2**20:.1f} MiB, the "
+                    f"arena has room for {room / 2**20:.1f} MiB; start the server with a larger "
+                    "--l1-size-gb or a smaller --chunk-size"
+                )
 
 
 # ------------------------------------------------------------------------------- in the meta segment
@@ -182,6 +205,6 @@ def _words(spec: GroupSpec) -> tuple[str, str, int, int, dict[str, Any]]:
 
 def _groups(record: _Record) -> list[Group]:
     return [
-        Group(i, GroupSpec(name, RULES[rule](parameter), nbytes, info))
+        Group(i, GroupSpec(name, rule_of(rule, parameter), nbytes, info))
         for i, (name, rule, parameter, nbytes, info) in enumerate(record.groups)
     ]

@@ -1,15 +1,15 @@
-"""Reserve: which entries are missing, how recent they count, and where they go.
+"""Reserve: find the missing entries, give them ticks of the LRU clock, and write them into slots.
 
 Ticks. In a prefix every chunk is older than the one before it, so a prefix shrinks from its tail. A new chunk
-counts as just older than its parent; if the prefix has not been used for a while, the whole of it is first made
-new again (it is in use: it is being continued), with what a hit on it would need of the other groups. What leaves
-for a new chunk must be older than it, so a prefix never evicts its own beginning.
+counts as just older than its parent; a prefix that has not been used for a while is renewed first (a prefix that
+grows is in use), together with the slots of other groups that a hit on it would need. Slots that leave for a new
+chunk must be older than it, so a prefix never evicts its own beginning.
 
-Making a prefix new costs a walk over it. It gets ticks for twice its length then (see room_for), so that one
-which grows step by step is walked over once each time it has doubled: linear in the prompt.
+Renewing a prefix costs a walk over it. It gets ticks for twice its length then (see room_for), so a prefix that
+grows step by step is walked once each time it has doubled: linear in the prompt.
 
-A prefix that is longer than the arena keeps its first chunks: what follows a chunk that found no room in a group
-of full attention could never be used, so it finds none either, in no group.
+A prefix longer than the arena keeps its first chunks: chunks that follow one without room in a group of full
+attention could never be used, so they are refused, too, in all groups.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -21,19 +21,19 @@ import numpy.typing as npt
 
 from lmcache_shm.arena.allocator import NO_ROWS
 from lmcache_shm.arena.layout import U64, Numbers, Rows, SlotState, places
+from lmcache_shm.protocol.keys import split
+from lmcache_shm.protocol.messages import BUSY, EXISTS, FULL
 from lmcache_shm.protocol.rules import needed, usable_chunks
-from lmcache_shm.server.catalog.index import split
-from lmcache_shm.server.catalog.namespaces import Group, Namespace
-from lmcache_shm.server.catalog.room import Room
+from lmcache_shm.server.catalog.eviction import Allocation
+from lmcache_shm.server.catalog.groups import Group, Namespace
 from lmcache_shm.server.catalog.slots import ONE, Slots, room_for
 
-EXISTS, BUSY, FULL = -1, -2, -3
 SLACK = 16
-"""A prefix is made new again when more ticks passed than one in so many of the rows in use."""
+"""A prefix is renewed when more ticks have passed than 1/SLACK of the rows in use."""
 PIECES = 16
-"""What is asked for at once is looked at in pieces of at most one part in so many of the arena."""
+"""A request is handled in pieces of at most 1/PIECES of the arena each."""
 REMEMBERED = 16384
-"""Keys of chunks without room that are remembered, so that those that follow them find none."""
+"""Keys of refused chunks that are remembered, so that their successors are refused, too."""
 
 Picks = Sequence[int]
 """Numbers of entries."""
@@ -42,7 +42,7 @@ Heads = dict[tuple[bytes, bytes], int]
 
 
 class Entries(NamedTuple):
-    """What is to be reserved; n entries each, as in Catalog.reserve."""
+    """The entries to reserve; n each, as in Catalog.reserve."""
 
     names: list[bytes]
     parents: list[bytes]
@@ -71,16 +71,16 @@ class Entries(NamedTuple):
 class Reserver:
     """Written for few entries at a time, some for each group: lists where numpy would cost more to call."""
 
-    def __init__(self, slots: Slots, room: Room) -> None:
+    def __init__(self, slots: Slots, allocation: Allocation) -> None:
         self._slots = slots
-        self._room = room
+        self._allocation = allocation
         self._identity = slots.cold_words[:, :9]
         self._refused: dict[bytes, None] = {}  # in the order in which they came
 
     def reserve(self, space: Namespace, groups: npt.NDArray[np.uint16], entries: Entries) -> Rows:
         """A row, EXISTS, BUSY or FULL for each entry."""
         out = [FULL] * len(groups)
-        # In pieces, so that one group does not take all the room and leave none for the rest of the same chunks.
+        # In pieces, so that one group does not take all the room from the other groups of the same chunks.
         share = self._slots.allocator.data_bytes // sum(g.size for g in space.groups) // PIECES
         piece = max(share, 1) * len(space.groups)
         numbers = groups.tolist()
@@ -119,12 +119,12 @@ class Reserver:
             picks = self._usable(space, group, picks, entries)
             wanted = [names[i] for i in picks]
         in_use = self._in_use(space, picks, entries)
-        # Where nothing is older than the newcomers, make their prefixes new and look once more.
+        # Where nothing is older than the newcomers, renew their prefixes and try once more.
         for renew in (False, True):
             if not wanted:
                 return
             ticks = self._ticks(space, picks, entries, heads, renew=renew)
-            rows = self._room.make(group.size, len(picks), min(ticks), in_use)
+            rows = self._allocation.make(group.size, len(picks), min(ticks), in_use)
             placed, picks = picks[: len(rows)], picks[len(rows) :]
             self._write(space, group, rows, placed, entries, ticks[: len(rows)])
             numbers = rows.tolist()
@@ -137,7 +137,7 @@ class Reserver:
             self._remember(wanted)
 
     def forget(self) -> None:
-        """The arena was cleared: what found no room in it may find some now."""
+        """The arena was cleared: refused chunks may find room now."""
         self._refused.clear()
 
     def _remember(self, refused: list[bytes]) -> None:
@@ -146,7 +146,7 @@ class Reserver:
             del self._refused[name]
 
     def _usable(self, space: Namespace, group: Group, picks: Picks, entries: Entries) -> list[int]:
-        """Those that a hit could reach: of a full group what does not follow a refused chunk, of others what is none."""
+        """Those that a hit could reach: no refused chunks, and in a full group none that follows one."""
         on = entries.parents if group.full else entries.names
         usable = []
         coming: set[bytes] = set()
@@ -203,7 +203,7 @@ class Reserver:
     ) -> int:
         """Tick of the first of `length` consecutive chunks, which is number `chunk` in its prefix."""
         slots = self._slots
-        if not space.full:  # nothing tells where the parent is
+        if not space.full:  # no index has the parent's row
             slots.tick += length
             return slots.tick
         row = space.full[0].index.get(parent)
@@ -222,7 +222,7 @@ class Reserver:
         return self._slots.tick - depth
 
     def _renew(self, space: Namespace, parent: bytes, chunk: int, length: int) -> int:
-        """Make a prefix, from its start to `parent`, newer than all else; the tick of its successor."""
+        """Make a prefix, from its start to `parent`, newer than all others; the tick of its successor."""
         slots = self._slots
         path = self._path(space, parent)
         # Some chunks may be missing between; a client may also say any number.
@@ -233,9 +233,8 @@ class Reserver:
 
     def _in_use(self, space: Namespace, picks: Picks, entries: Entries) -> Callable[[], Rows]:
         """The rows of the prefixes that these entries continue; looked up when they are first asked for."""
-        found: list[
-            Rows
-        ] = []  # functools.cache would cost more than all else here, and is rarely asked
+        # functools.cache would cost more than all else here, and is rarely needed.
+        found: list[Rows] = []
 
         def in_use() -> Rows:
             if not found:
@@ -248,7 +247,7 @@ class Reserver:
         return in_use
 
     def _path(self, space: Namespace, parent: bytes) -> list[bytes]:
-        """Keys of a prefix's chunks up to `parent`, as far back as they are here."""
+        """Keys of a prefix's chunks up to `parent`, as far back as they are stored."""
         slots, limit = self._slots, self._slots.used
         if not space.full:
             return []
@@ -274,12 +273,14 @@ class Reserver:
         if not len(rows):
             return
         words, at = self._slots.words, places(rows)
-        self._identity[at] = entries.identity.take(picks, 0)  # the rest is the place, which stays
+        self._identity[at] = entries.identity.take(
+            picks, 0
+        )  # the other words are the place, which stays
         hot = words.take(at, 0)
         hot[:, 1] = ticks
         hot[:, 2] += ONE  # the generation
         hot[:, 3] = entries.client & 0xFFFF | space.id << 32
-        hot[:, 0] = SlotState.RESERVED | group.number << 16  # last: what is RESERVED is complete
+        hot[:, 0] = SlotState.RESERVED | group.number << 16  # last: a RESERVED row is complete
         words[at] = hot
 
 

@@ -1,4 +1,4 @@
-"""Rows and who they belong to: the table's columns, the tick, and the way back from a row to an index."""
+"""Rows and their owners: the table's columns, the LRU clock, and the way from a row to its index."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -20,21 +20,14 @@ from lmcache_shm.arena.layout import (
     word,
 )
 from lmcache_shm.arena.segment import Arena
-from lmcache_shm.protocol.keys import KEY
-from lmcache_shm.server.catalog.index import split
-from lmcache_shm.server.catalog.misses import Ghosts
-from lmcache_shm.server.catalog.namespaces import Group, Namespace
+from lmcache_shm.protocol.keys import split
+from lmcache_shm.protocol.messages import KEY
+from lmcache_shm.server.catalog.groups import Group, Namespace
+from lmcache_shm.server.counters import zeros
 
 FIRST_TICK = 1 << 32
 """Ticks start here, so that a row may be made older than any that is in use."""
 LAST_TICK = 1 << 62
-
-COUNTERS = (
-    "evictions", "rebinds", "stores_skipped_full", "stores_skipped_busy", "stores_exist", "commits",
-    "aborts", "dropped_at_commit", "acquires", "hit_chunks", "hit_tokens", "query_tokens", "clears",
-    "cleared_slots", "bytes_committed", "tokens_committed", "bytes_acquired", "bytes_evicted", "wrong_releases",
-    "wrong_commits", "namespaces_dropped",
-)  # fmt: skip
 
 PARENT_AT = 16
 """Offset of `parent` in a cold row."""
@@ -55,17 +48,36 @@ def room_for(chunks: int) -> int:
     return max(1 << (chunks - 1).bit_length(), 8)
 
 
+class Ghosts:
+    """Fingerprints of evicted keys, to explain misses: one word per bucket, the latest wins. 2 MiB for 2^18 buckets.
+
+    A key that was evicted long ago is forgotten when another takes its bucket. A false memory has odds
+    of 2^-64.
+    """
+
+    def __init__(self, buckets: int = 1 << 18) -> None:
+        self._words: U64 = np.zeros(buckets, np.uint64)
+
+    def add(self, keys: U64) -> None:
+        """Remember evicted keys, u64[n, 2]."""
+        self._words[keys[:, 0] % np.uint64(len(self._words))] = keys[:, 1] | np.uint64(1)
+
+    def __contains__(self, key: bytes) -> bool:
+        low, high = int.from_bytes(key[:8], "little"), int.from_bytes(key[8:], "little")
+        return int(self._words[low % len(self._words)]) == high | 1
+
+
 class Slots:
-    """What the verbs of the catalog share."""
+    """The state that all operations of the catalog share."""
 
     def __init__(self, arena: Arena) -> None:
         self.arena = arena
         self.allocator = SlabAllocator(arena)
         self.spaces: dict[int, Namespace] = {}
         self.ghosts = Ghosts()
-        self.counters: Counter[str] = Counter(dict.fromkeys(COUNTERS, 0))
+        self.counters: Counter[str] = zeros("catalog")
         self.tick = FIRST_TICK
-        """The highest tick given so far."""
+        """The LRU clock: the highest tick given so far."""
         self.used = 0
         """Rows that are neither UNUSED nor FREE."""
         self.changes = 0
@@ -74,7 +86,7 @@ class Slots:
         hot, cold = arena.hot, arena.cold
         self.words, self.cold_words = hot_words(hot), cold_words(cold)
         self.keys: npt.NDArray[np.void] = cold["key"].view(f"V{KEY}")[:, 0]
-        """As wholes: gathered several times as fast as pairs of words."""
+        """One item per key: gathered several times faster than pairs of words."""
         self.seals, self.checks = cold["seal"], cold["checks"]
         self.state, self.flags, self.pins = hot["state"], hot["flags"], hot["pins"]
         self.ticks: U64 = hot["tick"]

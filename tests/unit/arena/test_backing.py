@@ -8,9 +8,7 @@ import pytest
 
 from lmcache_shm.arena import memory, segment
 from lmcache_shm.arena.layout import PAGE
-from lmcache_shm.transfer.mark import wait_for
-from lmcache_shm.transfer.pinning import PinnedMemory
-from lmcache_shm.transfer.populate import PageTables
+from lmcache_shm.transfer.reserved import PageTables, PinnedMemory, wait_reserved
 
 SIZE = (3 << 20) + 3333
 FIRST = 1 << 20
@@ -173,8 +171,8 @@ def test_prefault_goes_through_to_the_end(arena):
 @pytest.mark.parametrize("lie", [False, True])
 def test_page_tables_follow_the_mark(arena, instance, lie, monkeypatch):
     """With a mark that lies they allocate what nobody reserved: so this can fail."""
-    monkeypatch.setattr("lmcache_shm.transfer.populate.PIECE_BYTES", 256 << 10)
-    monkeypatch.setattr("lmcache_shm.transfer.mark.LOOK_S", 0.001)
+    monkeypatch.setattr("lmcache_shm.transfer.reserved.POPULATED_BYTES", 256 << 10)
+    monkeypatch.setattr("lmcache_shm.transfer.reserved.LOOK_S", 0.001)
     client = segment.attach(instance, writable_data=True)
     if lie:
         arena.live["backed"] = arena.data_bytes
@@ -209,7 +207,7 @@ class Driver:
 
 def test_pinning_follows_the_mark(monkeypatch):
     """Pinning would allocate what is not reserved."""
-    monkeypatch.setattr("lmcache_shm.transfer.mark.LOOK_S", 0.001)
+    monkeypatch.setattr("lmcache_shm.transfer.reserved.LOOK_S", 0.001)
     mark, driver = [3 * PAGE], Driver()
     pieces = [(0, 2 * PAGE), (2 * PAGE, 4 * PAGE), (4 * PAGE, 8 * PAGE)]
     pinned = PinnedMemory(driver, 1 << 30, pieces, reserved=lambda: mark[0])
@@ -223,7 +221,7 @@ def test_pinning_follows_the_mark(monkeypatch):
 
 
 def test_pinning_that_waits_can_be_ended(monkeypatch):
-    monkeypatch.setattr("lmcache_shm.transfer.mark.LOOK_S", 0.001)
+    monkeypatch.setattr("lmcache_shm.transfer.reserved.LOOK_S", 0.001)
     pinned = PinnedMemory(Driver(), 1 << 30, [(0, PAGE)], reserved=lambda: 0)
     pinned.close()
 
@@ -238,5 +236,5 @@ def test_a_mark_that_does_not_rise_is_looked_at_ever_more_rarely():
             pauses.append(timeout)
             return False
 
-    assert wait_for(lambda: len(pauses), 7, Stop())
+    assert wait_reserved(lambda: len(pauses), 7, Stop())
     assert pauses == [0.1, 0.2, 0.4, 0.8, 1.6, 2.0, 2.0]

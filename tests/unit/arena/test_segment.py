@@ -11,16 +11,10 @@ import numpy as np
 import pytest
 
 from lmcache_shm.arena import segment
-from lmcache_shm.arena.clients import (
-    ClientRecord,
-    erase_client,
-    process_alive,
-    read_clients,
-    start_time,
-    write_client,
-)
+from lmcache_shm.arena.clients import ClientRecord, erase_client, read_clients, write_client
 from lmcache_shm.arena.layout import MAX_CLIENTS, MAX_RANKS, PAGE, RING, Geometry, Header, Regions
 from lmcache_shm.arena.memory import SHM_DIR, Limit
+from lmcache_shm.arena.processes import process_alive, start_time
 
 SIZE = (3 << 20) + 3333
 

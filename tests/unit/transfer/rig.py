@@ -4,9 +4,9 @@ import numpy as np
 
 from lmcache_shm.arena.layout import SlotState
 from lmcache_shm.transfer.cpu import CpuEngine
-from lmcache_shm.transfer.engine import CopyItem, JobResult
+from lmcache_shm.transfer.engine import JobResult
 
-from .worlds import FakeArena, World, item, job
+from .worlds import FakeArena, Slot, World, item, job
 
 SLOT = 1 << 20
 WAIT = 10.0
@@ -24,17 +24,17 @@ class Rig:
         self.engine = (engine_of or CpuEngine)(self.arena, self.layouts)
         self._jobs = 0
 
-    def run(self, kind: str, items: list[CopyItem], **more) -> JobResult:
+    def run(self, kind: str, items: list[Slot], **more) -> JobResult:
         """With the slots in the state that the job expects."""
         for one in items:
             state = SlotState.RESERVED if kind == "store" else SlotState.COMMITTED
             self.arena.set(one.row, state, one.generation)
         return self.submit(kind, items, **more)
 
-    def submit(self, kind: str, items: list[CopyItem], **more) -> JobResult:
+    def submit(self, kind: str, items: list[Slot], **more) -> JobResult:
         """With the slots as they are; waits for the result."""
         self._jobs += 1
-        self.engine.submit(job(kind, items, self._jobs, **more))
+        self.engine.submit(*job(kind, items, self._jobs, **more))
         assert self.engine.drain(WAIT)
         (result,) = self.engine.poll()
         return result

@@ -169,7 +169,7 @@ def test_registration_maps_and_says_what_to_do_when_it_fails(device):
     for code in (2, 304):
         with pytest.raises(DeviceError, match="out of luck") as caught:
             device(Library(codes={"cuMemHostRegister_v2": code})).register(4096, 8192)
-        assert "memlock" in caught.value.remedy
+        assert "memlock" in caught.value.fix
 
 
 def test_memory_that_cannot_be_mapped_does_not_stay_registered(device):
@@ -394,11 +394,11 @@ def test_gpu_round_trip(backend, caplog):
         assert engine.pinned.join(60)
         before, blocks = kv.clone(), np.random.default_rng(1).permutation(32)[:8]
         arena.set(3, SlotState.RESERVED, 5)
-        engine.submit(job("store", [item(layouts, 0, 3, SLOT, blocks)], 1))
+        engine.submit(*job("store", [item(layouts, 0, 3, SLOT, blocks)], 1))
         assert engine.drain(WAIT)
         kv.zero_()
         arena.set(3, SlotState.COMMITTED, 5)
-        engine.submit(job("load", [item(layouts, 0, 3, SLOT, blocks)], 2))
+        engine.submit(*job("load", [item(layouts, 0, 3, SLOT, blocks)], 2))
         assert engine.drain(WAIT)
         assert [(r.ok, r.reason) for r in engine.poll()] == [(True, ""), (True, "")]
         assert torch.equal(kv[:, blocks], before[:, blocks])

@@ -1,4 +1,4 @@
-"""Placement: every content byte of a block is in exactly one lane, and nothing else is."""
+"""Placement: every content byte of a block is in exactly one run, and nothing else is."""
 
 import itertools
 
@@ -7,35 +7,36 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lmcache_shm.transfer.bundles import consecutive, count_runs, part_bundles
 from lmcache_shm.transfer.pages import (
     GroupPages,
-    Lane,
     Part,
     PlacementError,
     RawTensor,
     SlotLayout,
+    StridedRun,
     group_pages,
 )
+from lmcache_shm.transfer.strided import consecutive, count_runs, part_runs
 
 from .worlds import WORLDS, Group, World, deepseek_v4, dense_hnd, gemma4, head_outermost, permuted
 
 
-def lane_bytes(pages: GroupPages, block: int, base: int) -> np.ndarray:
-    """Offsets from ``base`` of a block's bytes, lane by lane, not sorted."""
-    ranges = pages.ranges([block])[0]
-    return np.concatenate([np.arange(at, at + size) for at, size in ranges]) - base
+def run_bytes(pages: GroupPages, block: int, base: int) -> np.ndarray:
+    """Offsets from ``base`` of a block's bytes, run by run, not sorted."""
+    starts = [run.base_addr - base + block * run.block_stride for run in pages.runs]
+    sizes = [run.nbytes for run in pages.runs]
+    return np.concatenate([at + np.arange(n) for at, n in zip(starts, sizes, strict=True)])
 
 
 @pytest.mark.parametrize("make", WORLDS, ids=lambda make: make.__name__)
-def test_lanes_hold_every_content_byte_once(make):
-    """For every layout the lanes of a block are exactly the bytes of its tensor elements."""
+def test_runs_hold_every_content_byte_once(make):
+    """For every layout the runs of a block are exactly the bytes of its tensor elements."""
     world = make()
 
     for group in range(len(world.groups)):
         pages = world.part(group).pages
         for block in (0, 1, world.num_blocks - 1):
-            got = lane_bytes(pages, block, world.memory.ctypes.data)
+            got = run_bytes(pages, block, world.memory.ctypes.data)
             assert np.array_equal(world.content(group, block), np.sort(got))
             assert pages.page_bytes == len(got)
 
@@ -62,37 +63,37 @@ def test_any_order_of_dimensions_and_any_padding(order, sizes, split, padding, i
     pages = world.part(0).pages
 
     for block in range(blocks):
-        got = lane_bytes(pages, block, world.memory.ctypes.data)
+        got = run_bytes(pages, block, world.memory.ctypes.data)
         assert np.array_equal(world.content(0, block), np.sort(got))
-    first = {int(x) for x in lane_bytes(pages, 0, world.memory.ctypes.data)}
+    first = {int(x) for x in run_bytes(pages, 0, world.memory.ctypes.data)}
     if blocks > 1:
-        assert not first & {int(x) for x in lane_bytes(pages, 1, world.memory.ctypes.data)}
+        assert not first & {int(x) for x in run_bytes(pages, 1, world.memory.ctypes.data)}
 
 
 def test_dense_layers_have_one_lane_each_and_heads_outermost_one_per_head():
-    assert len(dense_hnd().part(0).pages.lanes) == 4
-    assert len(head_outermost().part(0).pages.lanes) == 3 * 4
+    assert len(dense_hnd().part(0).pages.runs) == 4
+    assert len(head_outermost().part(0).pages.runs) == 3 * 4
 
 
 def test_neighbouring_layers_of_a_block_merge():
-    """Block-outermost layers that touch are one lane; a hole between them keeps two."""
+    """Block-outermost layers that touch are one run; a hole between them keeps two."""
     world = deepseek_v4()
 
-    assert (Lane(world.memory.ctypes.data, 3912, 3 * 1040),) == world.part(0).pages.lanes
-    assert [lane.nbytes for lane in world.part(4).pages.lanes] == [342, 1026]
+    assert (StridedRun(world.memory.ctypes.data, 3912, 3 * 1040),) == world.part(0).pages.runs
+    assert [run.nbytes for run in world.part(4).pages.runs] == [342, 1026]
 
 
 def test_kernel_blocks_count_in_full():
     """A tensor of 4 kernel blocks per block yields all four, not the first (1/k of the KV)."""
     pages = gemma4().part(0).pages
 
-    assert [lane.nbytes for lane in pages.lanes] == [4 * 16 * 4 * 2] * 2
+    assert [run.nbytes for run in pages.runs] == [4 * 16 * 4 * 2] * 2
 
 
 def test_the_same_bytes_registered_twice_are_copied_once():
     tensor = RawTensor(4096, (8, 64), (64, 1), 2)
 
-    assert group_pages([tensor], 8).lanes == group_pages([tensor, tensor], 8).lanes
+    assert group_pages([tensor], 8).runs == group_pages([tensor, tensor], 8).runs
 
 
 def test_lane_order_is_that_of_the_tensors_not_of_addresses():
@@ -102,7 +103,7 @@ def test_lane_order_is_that_of_the_tensors_not_of_addresses():
 
     one, other = group_pages([low, high], 8), group_pages(moved, 8)
 
-    assert [64, 32] == [lane.nbytes for lane in one.lanes] == [lane.nbytes for lane in other.lanes]
+    assert [64, 32] == [run.nbytes for run in one.runs] == [run.nbytes for run in other.runs]
     assert one.signature == other.signature
     assert one.signature != group_pages([high, low], 8).signature
 
@@ -112,7 +113,7 @@ def test_accidental_neighbours_of_different_storages_do_not_merge():
     first = RawTensor(4096, (1, 64), (64, 1), 1, storage=1)
     touching = RawTensor(4096 + 64, (1, 64), (64, 1), 1, storage=2)
 
-    assert len(group_pages([first, touching], 1).lanes) == 2
+    assert len(group_pages([first, touching], 1).runs) == 2
 
 
 @pytest.mark.parametrize(
@@ -161,25 +162,25 @@ def test_torch_tensors_are_placed_by_pointer_and_stride():
 
     pages = group_pages([state], 6)
 
-    assert (Lane(storage.data_ptr(), 4096, 3000),) == pages.lanes
+    assert (StridedRun(storage.data_ptr(), 4096, 3000),) == pages.runs
 
 
 def test_segments_do_not_overlap_and_are_aligned():
-    """Slot layout: part → lane → page, every segment on 64 bytes, nothing shared, nothing beyond."""
+    """Slot layout: part → run → page, every segment on 64 bytes, nothing shared, nothing beyond."""
     world = gemma4()
     layout = SlotLayout([world.part(0), world.part(1)])
 
     end = 0
     for part, offsets in zip(layout.parts, layout.segments, strict=True):
-        for lane, offset in zip(part.pages.lanes, offsets, strict=True):
+        for run, offset in zip(part.pages.runs, offsets, strict=True):
             assert offset % 64 == 0
             assert offset >= end
-            end = offset + lane.nbytes * part.stored_pages
+            end = offset + run.nbytes * part.stored_pages
     assert end <= layout.region_bytes < end + 64
 
 
 def test_a_window_stores_only_its_tail():
-    part = Part(GroupPages((Lane(0, 64, 64),), 9), pages_per_chunk=8, first_page=5)
+    part = Part(GroupPages((StridedRun(0, 64, 64),), 9), pages_per_chunk=8, first_page=5)
 
     assert part.stored_pages == 3
     assert SlotLayout([part]).region_bytes == 3 * 64
@@ -190,18 +191,18 @@ def test_a_window_stores_only_its_tail():
 @pytest.mark.parametrize("make", WORLDS, ids=lambda make: make.__name__)
 @pytest.mark.parametrize("limit", [1, 5000, 1 << 30])
 def test_bundles_cover_every_lane_in_order(make, limit):
-    """Splitting lanes into bundles loses none and repeats none, whatever the size limit."""
+    """Splitting runs into runs loses none and repeats none, whatever the size limit."""
     for layout in make().layouts():
-        lanes = [
+        runs = [
             (b.base + i * b.spacing, b.block_stride, b.nbytes, b.segment + i * b.segment_spacing)
-            for b in part_bundles(layout, 0, limit)
-            for i in range(b.lanes)
+            for b in part_runs(layout, 0, limit)
+            for i in range(b.runs)
         ]
         expected = [
-            (lane.base_addr, lane.block_stride, lane.nbytes, segment)
-            for lane, segment in zip(layout.parts[0].pages.lanes, layout.segments[0], strict=True)
+            (run.base_addr, run.block_stride, run.nbytes, segment)
+            for run, segment in zip(layout.parts[0].pages.runs, layout.segments[0], strict=True)
         ]
-        assert expected == lanes
+        assert expected == runs
 
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=30))
@@ -217,11 +218,11 @@ def test_runs_of_neighbours_are_found(ids):
 
 
 def test_signature_differs_where_stored_pages_differ():
-    pages = GroupPages((Lane(0, 64, 64),), 9, "0@0:64")
+    pages = GroupPages((StridedRun(0, 64, 64),), 9, "0@0:64")
 
     assert SlotLayout([Part(pages, 4)]).signature != SlotLayout([Part(pages, 4, 1)]).signature
 
 
 def test_placement_works_on_addresses_only():
-    """This address belongs to nobody; nothing is read while lanes are made."""
+    """This address belongs to nobody; nothing is read while runs are made."""
     assert group_pages([RawTensor(1 << 60, (4, 8), (8, 1))], 4).page_bytes == 8

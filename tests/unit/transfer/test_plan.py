@@ -5,21 +5,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lmcache_shm.transfer.bundles import part_bundles
 from lmcache_shm.transfer.device import Ranges
 from lmcache_shm.transfer.plan import (
     GIB,
     KERNEL_MIN_RANGES,
-    LARGEST_PIECE,
-    PIECE_ALIGN,
+    LARGEST_REGISTRATION,
+    REGISTRATION_ALIGN,
     choose,
-    lane_table,
     merge,
     page_ranges,
     page_rows,
-    plan_pieces,
+    registration_ranges,
+    run_table,
     split,
 )
+from lmcache_shm.transfer.strided import part_runs
 
 from .worlds import WORLDS
 
@@ -56,9 +56,9 @@ def test_ranges_that_touch_on_both_sides_become_one():
 
 @settings(max_examples=200)
 @given(some_ranges, st.lists(st.integers(1, 340), max_size=6, unique=True))
-def test_splitting_keeps_every_byte_pair_and_crosses_no_edge(ranges, edges):
-    """Whatever the pieces are, no copy touches two registrations."""
-    sorted_edges = np.array(sorted(edges), dtype=np.int64)
+def test_splitting_keeps_every_byte_pair_and_crosses_no_edge(ranges, boundaries):
+    """Whatever the registrations are, no copy touches two registrations."""
+    sorted_edges = np.array(sorted(boundaries), dtype=np.int64)
 
     cut = split(ranges, sorted_edges)
 
@@ -79,8 +79,8 @@ def test_ranges_and_2d_copies_name_the_bytes_of_the_oracle(make, max_pitch):
         for ids in (world.scattered_blocks(stored), np.arange(2, 2 + stored)):
             for first in {0, stored - 1}:
                 some = ids[first:]
-                runs = [(b, first, some) for b in part_bundles(layout, 0)]
-                ranges = page_ranges(lane_table(layout, 0), 0, first, some)
+                runs = [(b, first, some) for b in part_runs(layout, 0)]
+                ranges = page_ranges(run_table(layout, 0), 0, first, some)
                 copies = [r for b, f, i in runs for r in page_rows(b, 0, f, i, max_pitch)]
                 for r in copies:
                     assert r.height == 1 or max(r.device_pitch, r.host_pitch) <= max_pitch
@@ -97,23 +97,25 @@ def test_ranges_and_2d_copies_name_the_bytes_of_the_oracle(make, max_pitch):
 
 def test_uniform_layers_need_one_2d_copy_per_run_of_blocks():
     world = WORLDS[0]()
-    (bundle,) = part_bundles(world.layouts()[0], 0)
+    (run,) = part_runs(world.layouts()[0], 0)
 
-    assert len(page_rows(bundle, 0, 0, np.array([3, 4, 5, 9]), 1 << 31)) == 2
-
-
-@pytest.mark.parametrize("nbytes", [4096, PIECE_ALIGN, GIB, 3 * GIB + 4096, 500 * GIB, 2048 * GIB])
-def test_pieces_cover_the_arena_in_order(nbytes):
-    pieces = plan_pieces(nbytes)
-
-    assert [low for low, _ in pieces] == [0, *(high for _, high in pieces[:-1])]
-    assert pieces[-1][1] == nbytes
-    assert all(0 < high - low <= LARGEST_PIECE for low, high in pieces)
-    assert all(high % PIECE_ALIGN == 0 for _, high in pieces[:-1])
+    assert len(page_rows(run, 0, 0, np.array([3, 4, 5, 9]), 1 << 31)) == 2
 
 
-def test_the_first_piece_is_small_so_that_early_slabs_are_pinned_early():
-    first, second, *_ = plan_pieces(500 * GIB)
+@pytest.mark.parametrize(
+    "nbytes", [4096, REGISTRATION_ALIGN, GIB, 3 * GIB + 4096, 500 * GIB, 2048 * GIB]
+)
+def test_registrations_cover_the_arena_in_order(nbytes):
+    registrations = registration_ranges(nbytes)
+
+    assert [low for low, _ in registrations] == [0, *(high for _, high in registrations[:-1])]
+    assert registrations[-1][1] == nbytes
+    assert all(0 < high - low <= LARGEST_REGISTRATION for low, high in registrations)
+    assert all(high % REGISTRATION_ALIGN == 0 for _, high in registrations[:-1])
+
+
+def test_the_first_registration_is_small_so_that_early_slabs_are_pinned_early():
+    first, second, *_ = registration_ranges(500 * GIB)
 
     assert first[1] <= GIB // 4
     assert second[1] - second[0] <= GIB
@@ -122,9 +124,9 @@ def test_the_first_piece_is_small_so_that_early_slabs_are_pinned_early():
 @pytest.mark.parametrize(
     "sizes", [{"first": 5000}, {"largest": 65 * GIB}, {"first": 2 * GIB, "largest": GIB}]
 )
-def test_pieces_beyond_the_limit_or_across_slabs_are_refused(sizes):
-    with pytest.raises(ValueError, match="pieces"):
-        plan_pieces(100 * GIB, **sizes)
+def test_registrations_beyond_the_limit_or_across_slabs_are_refused(sizes):
+    with pytest.raises(ValueError, match="registrations"):
+        registration_ranges(100 * GIB, **sizes)
 
 
 SMALL = of(*[(i * 4096, i * 4096, 4096) for i in range(KERNEL_MIN_RANGES)])
@@ -133,7 +135,7 @@ CAN = {"has_batch": True, "has_kernel": True}
 
 
 @pytest.mark.parametrize(
-    ("wish", "kind", "ranges", "more", "expected"),
+    ("requested", "kind", "ranges", "more", "expected"),
     [
         ("auto", "load", SMALL, CAN, "kernel"),
         ("auto", "store", SMALL, CAN, "batch"),
@@ -149,5 +151,5 @@ CAN = {"has_batch": True, "has_kernel": True}
         ("ranges", "load", SMALL, CAN, "ranges"),
     ],
 )
-def test_choice_of_the_back_end(wish, kind, ranges, more, expected):
-    assert choose(wish, kind, ranges, **more) == expected
+def test_choice_of_the_back_end(requested, kind, ranges, more, expected):
+    assert choose(requested, kind, ranges, **more) == expected

@@ -5,10 +5,10 @@ from types import SimpleNamespace
 import pytest
 
 from lmcache_shm.config import OPTIONS
-from lmcache_shm.transfer import cuda, select, torch_device
+from lmcache_shm.transfer import cuda, select
 from lmcache_shm.transfer.cpu import CpuEngine
 from lmcache_shm.transfer.device import DeviceError
-from lmcache_shm.transfer.plan import KERNEL_BELOW, WISHES
+from lmcache_shm.transfer.plan import KERNEL_BELOW, REQUESTED_BACKENDS
 from lmcache_shm.transfer.streams import StreamEngine
 from tools.harness.simulated_device import SimulatedDevice
 
@@ -26,7 +26,7 @@ class OnDevice:
         self.device = SimpleNamespace(type=kind, index=0)
 
 
-class Pageable(torch_device.TorchDevice):
+class Pageable(select.TorchDevice):
     """Copies the real tensor."""
 
     def __init__(self, tensors) -> None:
@@ -36,7 +36,7 @@ class Pageable(torch_device.TorchDevice):
 @pytest.fixture
 def opened(monkeypatch):
     """``opened(kind, **options)``: a rig with the engine that tensors on ``kind`` get."""
-    monkeypatch.setattr(torch_device, "TorchDevice", Pageable)
+    monkeypatch.setattr(select, "TorchDevice", Pageable)
     made: list[Rig] = []
 
     def make(kind: str, **options) -> Rig:
@@ -95,16 +95,16 @@ def test_a_cuda_device_that_cannot_be_reached_is_copied_through_torch(
     assert "pageable copies" in record.getMessage()
 
 
-@pytest.mark.parametrize("wish", WISHES)
-def test_the_option_decides_on_the_back_end(wish, opened, monkeypatch):
+@pytest.mark.parametrize("requested", REQUESTED_BACKENDS)
+def test_the_option_decides_on_the_back_end(requested, opened, monkeypatch):
     monkeypatch.setattr(cuda, "CudaDevice", lambda index: SimulatedDevice())
-    b = opened("cuda", backend=wish)
+    b = opened("cuda", backend=requested)
     assert isinstance(b.engine, StreamEngine)
     b.engine.pinned.join(WAIT)
 
     assert works(b)
     small_pages = {"batch", "kernel"}  # the stores, the loads
-    assert set(b.engine.used) == (small_pages if wish == "auto" else {wish})
+    assert set(b.engine.used) == (small_pages if requested == "auto" else {requested})
 
 
 def test_the_thresholds_decide_what_goes_by_kernel(opened, monkeypatch):
@@ -118,9 +118,9 @@ def test_the_thresholds_decide_what_goes_by_kernel(opened, monkeypatch):
 
 
 def test_options_and_engine_agree_on_names_and_defaults():
-    for wish in WISHES:
-        assert OPTIONS["copy_backend"].check(wish) == wish
-    with pytest.raises(ValueError, match=", ".join(WISHES)):
+    for requested in REQUESTED_BACKENDS:
+        assert OPTIONS["copy_backend"].check(requested) == requested
+    with pytest.raises(ValueError, match=", ".join(REQUESTED_BACKENDS)):
         OPTIONS["copy_backend"].check("dma")
     limits = {kind: OPTIONS[f"{kind}_kernel_below"].default for kind in ("load", "store")}
     assert limits == KERNEL_BELOW

@@ -1,6 +1,6 @@
 """KV caches in plain memory, in the layouts of real models (scaled down), with a byte oracle.
 
-The oracle knows nothing of lanes: it enumerates every element of every registered tensor.
+The oracle knows nothing of runs: it enumerates every element of every registered tensor.
 """
 
 from collections.abc import Callable, Sequence
@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from lmcache_shm.arena.job import CopyJob, Pages
 from lmcache_shm.arena.layout import HOT_DTYPE, SlotState
-from lmcache_shm.transfer.engine import CopyItem, CopyJob, PageRun
 from lmcache_shm.transfer.pages import Part, RawTensor, SlotLayout, group_pages
 
 
@@ -177,7 +177,7 @@ def deepseek_v4() -> World:
 
 
 def minimax_m3() -> World:
-    """Dense bf16 layers, sparse layers with fp8 KV and an index lane of another page size."""
+    """Dense bf16 layers, sparse layers with fp8 KV and an index run of another page size."""
     blocks, at, tensors = 22, 0, []
     for layer in range(4):
         shape, strides, item = (blocks, 2, 16, 32), (1024, 512, 32, 1), 2 if layer < 2 else 1
@@ -203,6 +203,18 @@ WORLDS: list[Callable[[], World]] = [
 ]  # fmt: skip
 
 
+@dataclass(frozen=True)
+class Slot:
+    """One slot of a job, and where this rank's checksum of it is."""
+
+    row: int
+    offset: int
+    generation: int
+    group: int
+    pages: list[Pages]
+    checksum_at: int = -1
+
+
 def item(
     layouts: Sequence[SlotLayout],
     group: int,
@@ -213,10 +225,21 @@ def item(
     first: int = 0,
     generation: int = 5,
     checksum_at: int = -1,
-) -> CopyItem:
+) -> Slot:
     """Pages ``first…`` of one slot with one part."""
-    return CopyItem(row, offset, generation, group, [PageRun(0, first, blocks)], checksum_at)
+    return Slot(row, offset, generation, group, [Pages(0, first, blocks)], checksum_at)
 
 
-def job(kind: str, items: list[CopyItem], job_id: int = 1, **more) -> CopyJob:
-    return CopyJob(job_id, kind, items, **more)
+def job(
+    kind: str,
+    slots: list[Slot],
+    job_id: int = 1,
+    *,
+    arena_id: bytes = b"",
+    deadline_s: float = 30.0,
+) -> tuple[CopyJob, np.ndarray, np.ndarray, float]:
+    """What ``submit`` takes: slots in which this rank's region comes first."""
+    columns = [[getattr(s, c) for s in slots] for c in ("row", "offset", "generation", "group")]
+    made = CopyJob.of(job_id, kind, arena_id, *columns, [s.pages for s in slots])
+    checksums = np.array([s.checksum_at for s in slots], np.int64)
+    return made, made.offsets, checksums, deadline_s

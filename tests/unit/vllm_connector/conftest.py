@@ -2,9 +2,9 @@
 
 import pytest
 
-from lmcache_shm.client import in_flight as book
+from lmcache_shm.client import in_flight
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_put_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(book, "RELEASE_S", 0.0)
+def nothing_is_deferred(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(in_flight, "RELEASE_S", 0.0)

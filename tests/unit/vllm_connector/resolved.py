@@ -80,7 +80,7 @@ def resolved(model: Path, args: list[str]) -> dict[str, Any]:
     from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
     from vllm.v1.worker.utils import prepare_kernel_block_sizes
 
-    from lmcache_shm.vllm import resolve
+    from lmcache_shm.vllm.probe import resolve
 
     blocks = ["--num-gpu-blocks-override", str(BLOCKS), "--max-model-len", "512"]
     config = resolve.engine_config(str(model), [*args, *blocks, "--skip-tokenizer-init"])
@@ -117,7 +117,7 @@ def _child(folder: Path, name: str) -> None:
 
 
 def main(folder: Path) -> None:
-    from lmcache_shm.vllm import assumed_platform, resolve
+    from lmcache_shm.vllm.probe import assumed_platform, resolve
 
     assumed_platform.events_without_cuda()
     resolve.choose_platform("cuda:9.0")

@@ -11,15 +11,18 @@ import numpy as np
 from vllm.v1.core.block_pool import BlockPool
 
 from lmcache_shm.arena import segment
+from lmcache_shm.arena.job import CopyJob
 from lmcache_shm.arena.layout import RING, SlotState
-from lmcache_shm.client.jobs import Job, Place
+from lmcache_shm.client.in_flight import InFlightStores
+from lmcache_shm.client.jobs import Place
 from lmcache_shm.client.plan import CachePlan, make_plan
-from lmcache_shm.client.registration import Epoch
+from lmcache_shm.client.registration import Registration
 from lmcache_shm.client.weights import Weights
 from lmcache_shm.protocol.keys import seed
-from lmcache_shm.protocol.messages import Acquired, Reserve, Stepped
-from lmcache_shm.server.catalog.catalog import Catalog, GroupSpec
-from lmcache_shm.vllm.metadata import StepMetadata
+from lmcache_shm.protocol.messages import Acquired, Registered, Reserve, Stepped
+from lmcache_shm.server.catalog.catalog import Catalog
+from lmcache_shm.server.catalog.groups import GroupSpec
+from lmcache_shm.vllm.engine_api import StepMetadata
 from lmcache_shm.vllm.scheduler import SchedulerSide
 
 from .worlds import engine, groups_of
@@ -60,11 +63,14 @@ class DirectClient:
         commit: Sequence[int] = (),
         abort: Sequence[int] = (),
         release: Sequence[int] = (),
+        registered: Registered | None = None,
     ) -> Stepped | None:
         self.asked.append("step")
         if not self.up:
             return None
         self._unpin(release)
+        if registered is not None and registered.boot != self.boot:
+            return None
         self.catalog.commit(list(commit))
         self.catalog.abort(list(abort))
         if reserve is None:
@@ -97,37 +103,41 @@ class DirectClient:
 class DirectStart:
     """Start, registered already."""
 
-    def __init__(self, client: DirectClient, epoch: Epoch) -> None:
-        self.client, self.latest = client, epoch
+    def __init__(self, client: DirectClient, registration: Registration) -> None:
+        self.client, self.latest = client, registration
+        self.in_flight = InFlightStores(client, lambda: self.latest)  # type: ignore[arg-type]
         self.weights = Weights("engine", "", lambda: "loaded")
         self.weights.find()
         assert self.weights.wait(5)
-        self.speculative, self.alone, self.world = False, True, epoch.place.world
+        self.speculative, self.alone, self.world = False, True, registration.place.world
         self.reads = self.writes = True
         self.vllm_config = engine(budget=512)
-        self.groups = [part.group for group in epoch.plan.groups for part in group.parts]
+        self.groups = [part.group for group in registration.plan.groups for part in group.parts]
         self.ignored: list[Any] = []
 
-    def current(self) -> Epoch | None:
+    def current(self) -> Registration | None:
         if not self.client.up:
             return None
         if self.latest.weights != self.weights.identity:
             self.latest = self._moved(str(self.weights.identity))
         return self.latest
 
-    def _moved(self, weights: str) -> Epoch:
+    def _moved(self, weights: str) -> Registration:
         """As a new registration does."""
         catalog, plan, old = self.client.catalog, self.latest.plan, self.latest
         specs = [GroupSpec(group.name, group.rule, SLOT) for group in plan.groups]
         space = catalog.register(weights.encode(), specs, plan.chunk_size)
         self.client.namespace = space.id
-        return Epoch(
-            old.boot, old.arena, plan, seed(weights.encode()), space.id, old.token_offset, old.place,
-            old.writers, [set() for _ in plan.groups], weights=weights,
+        registered = Registered(
+            old.boot, old.arena_id, ready=True, namespace=space.id, token_offset=old.token_offset
+        )
+        return Registration(
+            registered, old.arena, plan, seed(weights.encode()), old.place, old.writers, set(),
+            [set() for _ in plan.groups], weights,
         )  # fmt: skip
 
     def close(self) -> None:
-        pass
+        self.in_flight.close()
 
 
 class Request:
@@ -150,13 +160,16 @@ class Rig:
         self.client = DirectClient(self.catalog, self.space.id, b"boot")
         groups = len(plan.groups)
         place = Place(0, [[0] * world] * groups, [512] * groups, "off", plan.chunk_size)
-        self.epoch = Epoch(
-            b"boot", arena, plan, seed(b"{}"), self.space.id, [TOKENS_AT] * groups, place,
-            np.arange(world), [set() for _ in plan.groups], weights="loaded",
+        registered = Registered(
+            b"boot", arena.arena_id, ready=True, namespace=self.space.id, token_offset=[TOKENS_AT] * groups
         )  # fmt: skip
-        self.start = DirectStart(self.client, self.epoch)
+        self.registration = Registration(
+            registered, arena, plan, seed(b"{}"), place, np.arange(world), set(),
+            [set() for _ in plan.groups], "loaded",
+        )  # fmt: skip
+        self.start = DirectStart(self.client, self.registration)
         self.side = SchedulerSide(self.start)  # type: ignore[arg-type]
-        self.side.settler.stepped()
+        self.side.in_flight.stepped()
         self.pool = BlockPool(blocks, enable_caching=True, hash_block_size=32)
         self.manager = SimpleNamespace(
             block_pool=self.pool,
@@ -217,7 +230,7 @@ class Rig:
         return self.step({request: left})
 
     # ----------------------------------------------------------------------------- the workers
-    def report(self, job: Job, *, ok: bool = True, rank: int = 0) -> None:
+    def report(self, job: CopyJob, *, ok: bool = True, rank: int = 0) -> None:
         self.arena.boards[0, rank, job.id % RING] = job.id << 1 | int(ok)
 
     def store(self, request: Any) -> None:
@@ -250,6 +263,6 @@ def rig_of(*specs: Any, chunk: int = 128, slots: int = 64, **options: Any) -> It
         yield rig
     finally:
         if rig is not None:
-            rig.side.settler.close()
+            rig.side.start.close()
         arena.unlink()
         arena.close()

@@ -13,10 +13,10 @@ from vllm.lora.lora_model import LoRAModel
 from vllm.lora.lora_weights import LoRALayerWeights
 from vllm.lora.request import LoRARequest
 
+from lmcache_shm.arena.job import Adapter
 from lmcache_shm.arena.layout import SlotState
-from lmcache_shm.client.jobs import Adapter
 from lmcache_shm.vllm.adapters import PATIENCE, KnownAdapters, LoadedAdapters, digest_of, files_of
-from lmcache_shm.vllm.metadata import WorkerReport
+from lmcache_shm.vllm.engine_api import WorkerReport
 
 from .rig import Rig, rig_of
 from .test_both_sides import Pair, served
@@ -265,7 +265,7 @@ def test_an_adapter_that_is_loaded_with_its_first_request_is_stored_a_step_later
         ready(rig)
 
         (job,) = rig.prefill(first, 10).stores
-        assert len(job.slots) == 2
+        assert len(job.rows) == 2
 
 
 def test_a_request_whose_adapter_is_replaced_underway_stores_nothing_any_more() -> None:
@@ -296,7 +296,7 @@ def test_a_hit_that_waits_is_given_back_when_the_adapter_is_replaced() -> None:
         assert rig.side.matched_tokens(second, 0) == (256, True)
 
         ready(rig, b"v2", 2)
-        rig.side.wait_settled(1)
+        rig.side.wait_flushed(1)
 
         assert rig.pins == 0
         assert rig.side.matched_tokens(second, 0) == (0, False)
@@ -325,7 +325,7 @@ def test_nothing_is_stored_on_top_of_vllms_own_blocks_of_the_replaced_adapter() 
 def test_replicas_that_write_nothing_have_to_agree() -> None:
     """They computed, too, with what they had read."""
     with rig_of(full(), world=2) as rig:
-        rig.epoch.writers = rig.epoch.writers[:1]
+        rig.registration.writers = rig.registration.writers[:1]
         rig.side.output(report(b"v1", ranks=2))
         with_adapter, without = ask(rig, "a"), rig.request("b", PROMPT)
         jobs = [*rig.prefill(with_adapter).stores, *rig.prefill(without).stores]
@@ -371,7 +371,7 @@ def test_a_store_that_was_planned_before_the_adapter_was_replaced_is_refused(ins
 
         pair.step(first, len(PROMPT))
 
-        assert pair.side.wait_settled(5)
+        assert pair.side.wait_flushed(5)
         assert server.in_state(SlotState.COMMITTED) == []
         assert pair.worker.counts.take()["stores_failed.adapter"] == 1
 
@@ -385,7 +385,7 @@ def test_a_load_fails_when_the_adapter_is_replaced_before_or_during_it(
         loaded(pair, manager, b"v1")
         told(pair)
         pair.step(asked(pair, "a"), len(PROMPT))
-        assert pair.side.wait_settled(5)
+        assert pair.side.wait_flushed(5)
         second = asked(pair, "b")
         assert pair.side.matched_tokens(second, 0) == (256, True)
         pair.side.allocated(second, pair.tables["b"], 256)
@@ -414,7 +414,7 @@ def test_a_load_of_what_is_loaded_succeeds(instance: str) -> None:
         loaded(pair, manager, b"v1")
         told(pair)
         pair.step(asked(pair, "a"), len(PROMPT))
-        assert pair.side.wait_settled(5)
+        assert pair.side.wait_flushed(5)
         second = asked(pair, "b")
         assert pair.side.matched_tokens(second, 0) == (256, True)
         pair.side.allocated(second, pair.tables["b"], 256)

@@ -14,12 +14,12 @@ import torch
 from msgspec import structs
 from vllm.v1.core.block_pool import BlockPool
 
-from lmcache_shm.client.groups import ModelError
+from lmcache_shm.client.plan import ModelError
 from lmcache_shm.config import connector_config
 from lmcache_shm.transfer.engine import JobResult
-from lmcache_shm.transfer.strided import BundleCopier
+from lmcache_shm.transfer.strided import RunCopier
 from lmcache_shm.vllm import worker
-from lmcache_shm.vllm.metadata import StepMetadata
+from lmcache_shm.vllm.engine_api import StepMetadata
 from lmcache_shm.vllm.scheduler import SchedulerSide
 from lmcache_shm.vllm.start import Start
 from lmcache_shm.vllm.worker import WorkerSide
@@ -112,7 +112,7 @@ class Pair:
 
     def store(self, req_id: str) -> None:
         self.step(self.request(req_id), len(PROMPT))
-        assert self.side.wait_settled(5)
+        assert self.side.wait_flushed(5)
 
     def load(self, req_id: str) -> tuple[set[str], set[str]]:
         """Ask, allocate, load: requests received, and those of them that failed."""
@@ -176,8 +176,8 @@ def test_another_engine_finds_it_too(instance: str) -> None:
     with served(instance, full()) as (_, first):
         first.store("a")
         second = Pair(instance, config(full(), num_blocks=BLOCKS, kv_cache_layout="LBHNC"))
-        second.start.client.engine_id = second.worker.attachment.engine_id = "second"
-        second.worker.attachment._request.engine_id = "second"
+        second.start.client.engine_id = second.worker.connection.engine_id = "second"
+        second.worker.connection._request.engine_id = "second"
         for tensor in second.caches.values():
             tensor.zero_()
         try:
@@ -203,25 +203,25 @@ def test_a_slot_that_changes_hands_fails_the_load(instance: str) -> None:
         assert pair.worker.counts.total["loads_failed.generation"] == 1
 
 
-def test_a_rest_ends_with_the_load_or_after_a_moment(
+def test_a_backoff_ends_with_the_load_or_after_a_moment(
     instance: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    go, copy = threading.Event(), BundleCopier.load
+    go, copy = threading.Event(), RunCopier.load
     with served(instance, full()) as (_, pair):
         pair.store("a")
-        monkeypatch.setattr(BundleCopier, "load", lambda *args: go.wait(10) and copy(*args))
+        monkeypatch.setattr(RunCopier, "load", lambda *args: go.wait(10) and copy(*args))
         request = pair.request("b")
         assert pair.side.matched_tokens(request, 0) == (256, True)
         pair.side.allocated(request, pair.tables["b"], 256)
         pair.step()
 
-        pair.worker.rest()
+        pair.worker.back_off()
         assert pair.worker.results() == (set(), set())
 
-        monkeypatch.setattr(worker, "REST_S", 10)
+        monkeypatch.setattr(worker, "BACKOFF_S", 10)
         timer = threading.Timer(0.05, go.set)
         timer.start()
-        pair.worker.rest()
+        pair.worker.back_off()
         assert pair.worker.results() == ({"b"}, set())
         timer.join()
 
@@ -243,7 +243,7 @@ def test_what_a_cancelled_load_has_brought_is_given_back_however_it_ends(instanc
 
 
 # ------------------------------------------------------------------------------ servers come and go
-def test_jobs_for_an_arena_that_was_replaced_are_given_back(instance: str) -> None:
+def test_jobs_for_an_arena_that_was_replaced_are_refused(instance: str) -> None:
     """A store is refused and its blocks are released; a load fails and the request is computed."""
     with served(instance, full()) as (server, pair):
         pair.store("a")
@@ -261,7 +261,7 @@ def test_jobs_for_an_arena_that_was_replaced_are_given_back(instance: str) -> No
         )  # fmt: skip
         meta = pair.side.build_metadata(plan)
         assert (len(meta.loads), len(meta.stores)) == (1, 1)
-        pair.worker._mounts.clear()  # as after another arena was mapped
+        pair.worker._mapped.clear()  # as after another arena was mapped
 
         pair.worker.start_loads(meta)
         pair.worker.start_stores(meta)
@@ -281,7 +281,7 @@ class Stuck:
         self.jobs: list[Any] = []
         self.results: list[JobResult] = []
 
-    def submit(self, job: Any) -> None:
+    def submit(self, job: Any, *_: Any) -> None:
         self.jobs.append(job)
 
     def poll(self) -> list[JobResult]:
@@ -303,16 +303,16 @@ def test_an_arena_that_is_cut_differently_gets_another_engine(instance: str) -> 
     """
     with served(instance, full()) as (_, pair):
         pair.store("a")
-        worker, hello = pair.worker, pair.worker.attachment.hello
-        arena = worker.attachment.arena
+        worker, hello = pair.worker, pair.worker.connection.hello
+        arena = worker.connection.arena
         assert hello is not None
         assert arena is not None
-        (mount,) = worker._mounts.values()
-        plan, first = mount.plan, mount.engine
-        assert worker._prepare(hello, arena) == mount.layout.region_bytes
-        assert list(worker._mounts.values()) == [mount]  # the same options: the same engine
+        (mapped,) = worker._mapped.values()
+        plan, first = mapped.plan, mapped.engine
+        assert worker._prepare(hello, arena) == mapped.region_bytes
+        assert list(worker._mapped.values()) == [mapped]  # the same options: the same engine
 
-        mount.engine = stuck = Stuck()  # type: ignore[assignment]
+        mapped.engine = stuck = Stuck()  # type: ignore[assignment]
         for name in ("b", "c"):
             request = pair.request(name)
             assert pair.side.matched_tokens(request, 0) == (256, True)
@@ -323,7 +323,7 @@ def test_an_arena_that_is_cut_differently_gets_another_engine(instance: str) -> 
         assert worker._prepare(structs.replace(hello, chunk_size=512), arena)
 
         assert pair.received() == ({"b"}, {"b"})
-        (second,) = worker._mounts.values()
+        (second,) = worker._mapped.values()
         assert (second.plan.chunk_size, plan.chunk_size) == (512, 256)
         before = pair.pages("c", 0, 0, 10)
         pair.step()
@@ -355,21 +355,21 @@ def test_a_replaced_arena_is_given_up_by_a_thread_that_the_engine_does_not_wait_
         pair.open()
         until(lambda: pair.start.client.up, "the server is not found")
         pair.store("a")
-        (mount,) = pair.worker._mounts.values()
+        (mapped,) = pair.worker._mapped.values()
         closed_by: list[str] = []
-        close = mount.engine.close
+        close = mapped.engine.close
         monkeypatch.setattr(
-            mount.engine,
+            mapped.engine,
             "close",
             lambda: (close(), closed_by.append(threading.current_thread().name)),
         )
         server.close()
         server = CacheServer(instance, 16 * MIB)
-        until(lambda: len(pair.worker._mounts) > 1 or closed_by, "the new arena is not mapped")
+        until(lambda: len(pair.worker._mapped) > 1 or closed_by, "the new arena is not mapped")
         until(lambda: pair.worker.results() and closed_by, "the old arena is not given up")
 
         assert closed_by == ["lmcache-shm-report"]
-        assert mount not in pair.worker._mounts.values()
+        assert mapped not in pair.worker._mapped.values()
         until(lambda: pair.start.client.up, "the new server is not found")
         pair.store("b")
         assert pair.load("c") == ({"c"}, set())

@@ -21,15 +21,14 @@ from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs, group_kernel_blo
 from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.worker.utils import allocate_kv_cache
 
+from lmcache_shm.arena.job import Pages
 from lmcache_shm.arena.layout import SlotState
-from lmcache_shm.client.groups import ModelError
-from lmcache_shm.client.plan import make_plan
+from lmcache_shm.client.plan import ModelError, make_plan
 from lmcache_shm.transfer.cpu import CpuEngine
-from lmcache_shm.transfer.engine import CopyItem, PageRun
-from lmcache_shm.transfer.pages import GroupPages
+from lmcache_shm.transfer.pages import GroupPages, SlotLayout
 from lmcache_shm.vllm.groups import content_bytes, kv_groups
-from lmcache_shm.vllm.layouts import RankLayout, pages_by_group, rank_layout
-from tests.unit.transfer.worlds import FakeArena, job
+from lmcache_shm.vllm.layouts import pages_by_group, rank_layouts
+from tests.unit.transfer.worlds import FakeArena, Slot, job
 
 from .resolved import BLOCKS, CASES
 
@@ -92,8 +91,8 @@ class Model:
     def pages(self) -> dict[int, GroupPages]:
         return pages_by_group(self.kv, self.caches, self.groups)
 
-    def layout(self, pages: dict[int, GroupPages] | None = None) -> RankLayout:
-        return rank_layout(self.plan, pages or self.pages())
+    def layout(self, pages: dict[int, GroupPages] | None = None) -> list[SlotLayout]:
+        return rank_layouts(self.plan, pages or self.pages())
 
     def spec_of(self, group: int, layer: str) -> Any:
         spec = self.kv.kv_cache_groups[group].kv_cache_spec
@@ -137,10 +136,10 @@ def trip(model: Model) -> Iterator[Trip]:
     """Store chunks of an object group, wipe, load into other blocks; True if all is exact."""
     engines: list[CpuEngine] = []
 
-    def go(layout: RankLayout, group: int = 0, *, adjacent: bool = False) -> bool:
+    def go(layouts: list[SlotLayout], group: int = 0, *, adjacent: bool = False) -> bool:
         arena = FakeArena(SLOTS * SLOT)
         arena.data_array[:] = FILL
-        engines.append(engine := CpuEngine(arena, layout.layouts))
+        engines.append(engine := CpuEngine(arena, layouts))
         (part,) = model.plan.groups[group].parts
         stored, chunks = part.stored_pages, SLOTS - 1
         wanted = stored * chunks
@@ -156,9 +155,9 @@ def trip(model: Model) -> Iterator[Trip]:
             items = []
             for chunk in range(chunks):
                 arena.set(chunk, state, 5)
-                run = PageRun(0, 0, blocks[chunk * stored :][:stored].astype(np.int64))
-                items.append(CopyItem(chunk, chunk * SLOT, 5, layout.place[group], [run]))
-            engine.submit(job(kind, items, number))
+                pages = Pages(0, 0, blocks[chunk * stored :][:stored])
+                items.append(Slot(chunk, chunk * SLOT, 5, group, [pages]))
+            engine.submit(*job(kind, items, number))
             assert engine.drain(10)
             (result,) = engine.poll()
             assert (result.ok, result.reason) == (True, "")
@@ -172,7 +171,7 @@ def trip(model: Model) -> Iterator[Trip]:
         for a, b in zip(source, target, strict=True):
             expected[model.content(of, int(b))] = before[model.content(of, int(a))]
         move("load", 2, target)
-        region = layout.region_bytes[group]
+        region = layouts[group].region_bytes
         for chunk in range(SLOTS):
             used = region if chunk < chunks else 0
             assert (arena.data_array[chunk * SLOT + used : (chunk + 1) * SLOT] == FILL).all()
@@ -195,7 +194,7 @@ FORMATS = {  # content bytes of a block by layer: how many layers have it
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_layouts_are_those_of_the_models(name: str, folder: Path) -> None:
-    """One group of different formats, the index lane among them; or the cases prove little."""
+    """One group of different formats, the index run among them; or the cases prove little."""
     model = Model(folder, name)
     block, pages = FORMATS[name]
 
@@ -239,7 +238,7 @@ def test_every_content_byte_survives_and_nothing_else_is_touched(
 
 # ------------------------------------------------------------------------------ negative controls
 def test_a_layer_that_is_not_registered_is_refused(model: Model) -> None:
-    """Each in turn, the index lanes among them."""
+    """Each in turn, the index runs among them."""
     whole = model.caches
     for layer in whole:
         model.caches = {name: cache for name, cache in whole.items() if name != layer}
@@ -265,10 +264,10 @@ def test_an_index_lane_that_no_group_lists_is_refused(model: Model) -> None:
 
 
 def test_the_oracle_notices_any_lane_that_is_not_copied(model: Model, trip: Trip) -> None:
-    """One lane per layer: dropping a layer, or its index, is never a round trip."""
+    """One run per layer: dropping a layer, or its index, is never a round trip."""
     ((index, pages),) = model.pages().items()
-    assert len(pages.lanes) == len(model.caches)
+    assert len(pages.runs) == len(model.caches)
 
-    for i in range(len(pages.lanes)):
-        short = replace(pages, lanes=pages.lanes[:i] + pages.lanes[i + 1 :])
+    for i in range(len(pages.runs)):
+        short = replace(pages, runs=pages.runs[:i] + pages.runs[i + 1 :])
         assert not trip(model.layout({index: short}))

@@ -1,14 +1,11 @@
 """Which copies of a worker carry a checksum: a slot that has none must not fail its load."""
 
-from types import SimpleNamespace
-from typing import Any
-
 import numpy as np
 import pytest
 
+from lmcache_shm.arena.job import CopyJob, Pages
 from lmcache_shm.arena.layout import COLD_DTYPE
 from lmcache_shm.client.jobs import Place
-from lmcache_shm.vllm.worker import WorkerSide
 
 
 @pytest.mark.parametrize(
@@ -24,14 +21,13 @@ from lmcache_shm.vllm.worker import WorkerSide
     ],
 )
 def test_a_load_is_checked_where_a_checksum_was_written(mode, kind, written, checked):
-    cold = np.zeros(4, COLD_DTYPE)
-    cold["checks"][3] = written
-    layout = SimpleNamespace(place=(0,), part=({0: 0},))
-    mount: Any = SimpleNamespace(arena=SimpleNamespace(cold=cold), layout=layout)
-    side: Any = SimpleNamespace(rank=1, replicas=1)
-    slot: Any = SimpleNamespace(
-        row=3, offset=4096, generation=7, group=0, runs=[(0, 0, np.arange(2))]
-    )
-    item = WorkerSide._item(side, mount, slot, Place(0, [[0, 64]], [128], mode, 256), kind)
-    assert item is not None
-    assert item.checksum_at == (4096 + 128 + 8 if checked else -1)
+    checks = np.zeros(4, COLD_DTYPE)["checks"]
+    checks[3] = written
+    job = CopyJob.of(1, kind, b"", [3], [4096], [7], [0], [[Pages(0, 0, [0, 1])]])
+    place = Place(0, [[0, 64]], [128], mode, 256)
+
+    regions, checksums = place.on_rank(job, 1, 1, checks)
+
+    assert regions.tolist() == [4096 + 64]
+    found = [-1] if checksums is None else checksums.tolist()
+    assert found == [4096 + 128 + 8 if checked else -1]

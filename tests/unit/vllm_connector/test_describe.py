@@ -12,7 +12,7 @@ import torch
 from lmcache_shm.arena.layout import ENGINE_ID_BYTES
 from lmcache_shm.client.fingerprint import Unidentified
 from lmcache_shm.client.plan import make_plan
-from lmcache_shm.protocol.descriptor import describe
+from lmcache_shm.protocol.keys import describe
 from lmcache_shm.vllm.describe import descriptor, facts, loaded_weights
 from lmcache_shm.vllm.groups import kv_groups
 from lmcache_shm.vllm.layouts import WorkerFacts

@@ -6,7 +6,7 @@ import pytest
 import torch
 from vllm.v1.kv_cache_interface import CircularBufferSpec, CrossAttentionSpec, RSWASpec
 
-from lmcache_shm.client.groups import ModelError, unified_block_size
+from lmcache_shm.client.plan import ModelError, unified_block_size
 from lmcache_shm.protocol.rules import ChunkedLocal, Full, Recurrent, Window
 from lmcache_shm.vllm.groups import content_bytes, kv_groups
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from lmcache_shm.client.jobs import Adapter
+from lmcache_shm.arena.job import Adapter
 from lmcache_shm.protocol.keys import ChunkKeys, seed
 from lmcache_shm.vllm.identity import Unidentified, extra_of, salt_bytes
 

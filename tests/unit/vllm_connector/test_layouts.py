@@ -6,15 +6,14 @@ from typing import Any
 import pytest
 import torch
 
-from lmcache_shm.client.groups import ModelError
-from lmcache_shm.client.plan import make_plan
+from lmcache_shm.client.plan import ModelError, make_plan
 from lmcache_shm.vllm.groups import kv_groups
 from lmcache_shm.vllm.layouts import (
     LayerFacts,
     environment,
     layer_facts,
     pages_by_group,
-    rank_layout,
+    rank_layouts,
     tensors_of,
     worker_facts,
 )
@@ -79,7 +78,7 @@ def test_missing_bytes_are_refused_with_the_figures() -> None:
 
 
 def test_more_bytes_than_promised_are_refused() -> None:
-    """An index lane that the spec does not know of."""
+    """An index run that the spec does not know of."""
     kv = config(full())
 
     with pytest.raises(ModelError, match="holds 24576 bytes .* its spec says 16384"):
@@ -125,13 +124,13 @@ def test_a_region_holds_the_stored_pages_of_all_parts() -> None:
     groups = kv_groups(kv)[0]
     pages = pages_of(kv, {f"{g}.{i}": cache() for g in range(2) for i in range(2)})
 
-    both = rank_layout(make_plan(groups, chunk_size=128), pages)
-    one = rank_layout(make_plan(groups, chunk_size=128, separate=False), pages)
+    both = rank_layouts(make_plan(groups, chunk_size=128), pages)
+    one = rank_layouts(make_plan(groups, chunk_size=128, separate=False), pages)
 
     page = 2 * 2 * 32 * 32 * 4
-    assert both.region_bytes == [4 * page, 2 * page]
-    assert one.region_bytes == [6 * page]
-    assert one.part == ({0: 0, 1: 1},)
+    assert [layout.region_bytes for layout in both] == [4 * page, 2 * page]
+    assert [layout.region_bytes for layout in one] == [6 * page]
+    assert [part.pages for part in one[0].parts] == [pages[0], pages[1]]
 
 
 def test_a_pipeline_stage_without_layers_of_a_group_fills_nothing_there() -> None:
@@ -141,10 +140,10 @@ def test_a_pipeline_stage_without_layers_of_a_group_fills_nothing_there() -> Non
     groups = kv_groups(kv)[0]
     pages = pages_of(kv, {"2.0": states(), "2.1": states()})
 
-    layout = rank_layout(make_plan(groups, chunk_size=160), pages)
+    layouts = rank_layouts(make_plan(groups, chunk_size=160), pages)
 
-    assert layout.region_bytes == [0, 0, 2 * 192]  # each layer begins on 64 bytes
-    assert layout.place == (-1, -1, 0)
+    # Each layer begins on 64 bytes.
+    assert [layout.region_bytes for layout in layouts] == [0, 0, 2 * 192]
 
 
 def test_facts_tell_layouts_apart_and_not_places() -> None:

@@ -5,11 +5,11 @@ from types import SimpleNamespace
 
 import pytest
 
+from lmcache_shm.arena.job import CopyJob
 from lmcache_shm.arena.layout import SlotState
-from lmcache_shm.client import in_flight as book
-from lmcache_shm.client import settler
+from lmcache_shm.client import in_flight
 from lmcache_shm.protocol.keys import encode_tokens
-from lmcache_shm.vllm.metadata import WorkerReport
+from lmcache_shm.vllm.engine_api import WorkerReport
 from tools.harness.wait import until
 
 from .rig import TOKENS_AT, Rig, rig_of
@@ -27,6 +27,12 @@ def finished(
     )
 
 
+def blocks(job: CopyJob) -> list[tuple[int, list[int]]]:
+    """(object group, blocks) of each run of pages."""
+    pages = zip(job.groups.tolist(), job.pages(), strict=True)
+    return [(group, ids.tolist()) for group, runs in pages for _, _, ids in runs]
+
+
 # --------------------------------------------------------------------------------------- stores
 def test_what_a_step_completes_is_reserved_written_and_held() -> None:
     with rig_of(full(32)) as rig:
@@ -35,16 +41,12 @@ def test_what_a_step_completes_is_reserved_written_and_held() -> None:
         meta = rig.prefill(request)
 
         (job,) = meta.stores
-        assert [copy.group for copy in job.slots] == [0, 0]
-        assert [ids.tolist() for copy in job.slots for _, _, ids in copy.runs] == [
-            rig.tables["a"][0][:4], rig.tables["a"][0][4:8],
-        ]  # fmt: skip
+        assert blocks(job) == [(0, rig.tables["a"][0][:4]), (0, rig.tables["a"][0][4:8])]
         assert rig.client.asked == ["step"]
         assert rig.rows(SlotState.RESERVED) == 2
         assert rig.held() == 8
-        first = job.slots[0]
         tokens = encode_tokens(PROMPT[:128])
-        at = first.offset + TOKENS_AT
+        at = int(job.offsets[0]) + TOKENS_AT
         assert rig.arena.data[at : at + len(tokens)] == tokens
         assert meta.places[job.arena_id].client == 0
 
@@ -124,7 +126,7 @@ def test_blocks_are_not_released_while_vllm_allocates() -> None:
         def allocate() -> str:
             counts.append(rig.pool.get_num_free_blocks())
             rig.report(job)
-            rig.side.settler.settle()  # as the thread might, just now
+            rig.side.in_flight.flush()  # as the thread might, just now
             counts.append(rig.pool.get_num_free_blocks())
             return "blocks"
 
@@ -195,11 +197,11 @@ def test_a_prefix_from_a_cache_is_stored_only_where_it_is_not_known_to_be() -> N
         assert "step" not in rig.client.asked
 
         rig.catalog.clear(rig.space.id)
-        rig.epoch.known[0].clear()  # as a new epoch would
+        rig.registration.known[0].clear()  # as a new registration would
         again = rig.request("c", PROMPT)
         rig.side.matched_tokens(again, 256)
         again.num_computed_tokens = 256
-        assert len(rig.prefill(again).stores[0].slots) == 2
+        assert len(rig.prefill(again).stores[0].rows) == 2
 
 
 def test_each_group_is_stored_by_what_is_in_its_table() -> None:
@@ -212,28 +214,27 @@ def test_each_group_is_stored_by_what_is_in_its_table() -> None:
 
         (job,) = rig.prefill(request).stores
 
-        assert sorted((c.group, c.runs[0][2].size) for c in job.slots) == [(0, 4), (0, 4), (1, 2)]
+        assert sorted((group, len(ids)) for group, ids in blocks(job)) == [(0, 4), (0, 4), (1, 2)]
 
 
 def test_states_are_stored_where_steps_end_or_vllm_offers_them() -> None:
     with rig_of(full(64), state(64)) as rig:
         request = rig.request("a", PROMPT)
         ends = rig.prefill(request, 128).stores
-        assert sorted(c.group for c in ends[0].slots) == [0, 1]
+        assert sorted(ends[0].groups.tolist()) == [0, 1]
 
         rig.give_blocks(request, 300)
         offered = rig.tables["a"][1][3]
         meta = rig.step({request: 172}, offers={"a": [(1, offered, 256)]})
 
-        (state_copy,) = [c for c in meta.stores[0].slots if c.group == 1]
-        assert state_copy.runs[0][2].tolist() == [offered]
+        assert [ids for group, ids in blocks(meta.stores[0]) if group == 1] == [[offered]]
 
 
 def test_a_state_that_no_step_ended_on_is_not_stored() -> None:
     with rig_of(full(64), state(64)) as rig:
         (job,) = rig.prefill(rig.request("a", PROMPT)).stores
 
-        assert {c.group for c in job.slots} == {0}
+        assert set(job.groups.tolist()) == {0}
         assert rig.side.counts.total["stores_skipped.no_state"] == 2
 
 
@@ -247,7 +248,7 @@ def test_an_offer_that_comes_late_is_still_taken() -> None:
 
         (job,) = rig.step({request: 10}, offers={"a": [(1, block, 128)]}).stores
 
-        assert [(c.group, c.runs[0][2].tolist()) for c in job.slots] == [(1, [block])]
+        assert blocks(job) == [(1, [block])]
         assert rig.step({request: 10}, offers={"a": [(1, block, 128)]}).stores == []
 
 
@@ -268,14 +269,14 @@ def test_a_state_whose_tokens_are_still_being_sampled_waits_for_them() -> None:
         block, rig.tables["a"][1][1] = rig.tables["a"][1][1], 0  # vLLM has let go of it
         (job,) = rig.step({request: 1}).stores
 
-        assert [c.runs[0][2].tolist() for c in job.slots if c.group == 1] == [[block]]
+        assert [ids for group, ids in blocks(job) if group == 1] == [[block]]
         assert (
             rig.pool.blocks[block].ref_cnt == 2
         )  # the request's, which this test kept, and the copy's
 
 
 @pytest.mark.parametrize("how", ["finish", "preempt"])
-def test_a_waiting_state_is_given_back_with_its_request(how: str) -> None:
+def test_a_waiting_state_is_released_with_its_request(how: str) -> None:
     with rig_of(full(64), state(64)) as rig:
         request = rig.request("a", PROMPT[:127])
         rig.prefill(request)
@@ -295,8 +296,8 @@ def test_a_full_arena_skips_and_counts() -> None:
         long = rig.request("a", list(range(128 * 20)))
         (job,) = rig.prefill(long).stores
 
-        assert len(job.slots) < 20
-        assert rig.side.counts.total["stores_skipped.full"] == 20 - len(job.slots)
+        assert len(job.rows) < 20
+        assert rig.side.counts.total["stores_skipped.full"] == 20 - len(job.rows)
 
 
 # -------------------------------------------------------------------------------------- lookups
@@ -397,7 +398,7 @@ def test_a_slot_that_is_not_what_it_should_be_is_a_miss(what: str) -> None:
         assert rig.side.matched_tokens(rig.request("b", PROMPT), 0) == (0, False)
 
         assert rig.side.counts.total["misses.collision"] == 1
-        rig.side.settler.settle()
+        rig.side.in_flight.flush()
         assert rig.client.leases == {}
 
 
@@ -450,13 +451,8 @@ def test_a_load_names_rows_generations_and_blocks() -> None:
 
         assert job.req_id == "b"
         assert job.id == 2  # counted with the stores
-        assert [copy.generation for copy in job.slots] == [
-            int(rig.arena.hot["generation"][copy.row]) for copy in job.slots
-        ]
-        assert [ids.tolist() for c in job.slots for _, _, ids in c.runs] == [
-            tables[0][:4],
-            tables[0][4:],
-        ]
+        assert job.generations.tolist() == rig.arena.hot["generation"][job.rows].tolist()
+        assert blocks(job) == [(0, tables[0][:4]), (0, tables[0][4:])]
 
 
 def test_a_step_says_so_where_nothing_can_go_on_before_a_load_has_ended() -> None:
@@ -512,7 +508,7 @@ def loaded(rig: Rig) -> None:
 
 def test_a_lease_goes_with_the_next_message(monkeypatch: pytest.MonkeyPatch) -> None:
     """There is no round trip of its own between a load and the first token."""
-    monkeypatch.setattr(book, "RELEASE_S", 60.0)
+    monkeypatch.setattr(in_flight, "RELEASE_S", 60.0)
     with rig_of(full(32)) as rig:
         loaded(rig)
         rig.step({})
@@ -524,9 +520,9 @@ def test_a_lease_goes_with_the_next_message(monkeypatch: pytest.MonkeyPatch) -> 
         assert (rig.pins, rig.client.asked) == (0, ["step"])
 
 
-def test_a_lease_is_not_put_off_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(book, "RELEASE_S", 0.05)
-    monkeypatch.setattr(settler, "IDLE_S", 60.0)  # the steps themselves have to do it
+def test_a_lease_is_not_deferred_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(in_flight, "RELEASE_S", 0.05)
+    monkeypatch.setattr(in_flight, "IDLE_S", 60.0)  # the steps themselves have to do it
     with rig_of(full(32)) as rig:
         loaded(rig)
         end = time.monotonic() + 5
@@ -578,7 +574,7 @@ def test_a_load_that_cannot_be_planned_fails_instead_of_hanging(tokens: int) -> 
         rig.side.allocated(request, rig.give_blocks(request, 256), tokens)
         meta = rig.step({})
 
-        assert (meta.doomed, meta.loads) == (["b"], [])
+        assert (meta.failed, meta.loads) == (["b"], [])
         assert rig.pins == 0
 
 
@@ -664,7 +660,7 @@ def test_a_change_of_before_the_reset_that_followed_it_moves_nothing() -> None:
         assert rig.start.latest is here
         assert meta.weights == {0: 3}
         (job,) = meta.stores
-        assert len(job.slots) == 1
+        assert len(job.rows) == 1
         rig.report(job)
         rig.step({})
         assert rig.rows(SlotState.COMMITTED) == 1
@@ -713,7 +709,7 @@ def test_a_request_that_is_computed_anew_after_a_reset_is_stored() -> None:
 
 
 def test_answers_of_another_server_are_not_used() -> None:
-    """It was restarted between two steps; the new epoch comes with the next call."""
+    """It was restarted between two steps; the new registration comes with the next call."""
     with rig_of(full(32)) as rig:
         rig.store(rig.request("a", PROMPT))
         rig.client.boot = b"another"
@@ -724,7 +720,7 @@ def test_answers_of_another_server_are_not_used() -> None:
         assert meta.stores == []
         assert rig.rows(SlotState.RESERVED) == 0
         assert rig.held() == 0
-        rig.side.settler.settle()
+        rig.side.in_flight.flush()
         assert rig.client.leases == {}
 
 

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from lmcache_shm.client.counts import Counts
-from lmcache_shm.vllm.stats import FAMILIES, PREFIX, ShmPromMetrics, ShmStats
+from lmcache_shm.client.counts import FAMILIES, Counts
+from lmcache_shm.vllm.stats import PREFIX, ShmPromMetrics, ShmStats
 
 
 def test_what_was_taken_is_not_taken_again() -> None:

@@ -16,7 +16,7 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
-from lmcache_shm.client.groups import KVGroup
+from lmcache_shm.client.plan import KVGroup
 from lmcache_shm.vllm.groups import kv_groups
 
 
