@@ -123,7 +123,7 @@ def title(given: Any) -> str:
 # ------------------------------------------------------------------------------------------- table
 @dataclass(frozen=True, slots=True)
 class Option:
-    """One row of the table; `default` is the checked value, `shown` how people write it."""
+    """One row of the table; `default` is the checked value, `shown` how users write it."""
 
     name: str
     default: Any
@@ -160,7 +160,7 @@ def _option(
 
 @dataclass(frozen=True)
 class Config:
-    """Checked values of all options; fields without a row in the table say where values came from."""
+    """Checked values of all options; fields without a row in the table record where values came from."""
 
     instance: str = _option(
         "default", "", "Name of the cache: servers and engines of one name meet.",
@@ -222,7 +222,7 @@ class Config:
         number(0, 86400), "server",
     )  # fmt: skip
     log_format: str = _option(
-        "human", "", "Log lines for people, or one JSON object a line.",
+        "human", "", "Log lines as text, or one JSON object a line.",
         one_of("human", "json"), "server",
     )  # fmt: skip
     log_level: str = _option(

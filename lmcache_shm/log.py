@@ -1,7 +1,7 @@
-"""Log lines of the server and the commands: for people, or one JSON object a line.
+"""Log lines of the server and the commands: as text, or one JSON object a line.
 
 Everything logs to the logger ``lmcache_shm``; fields of a line go in as ``extra={"fields": {…}}`` and
-are shown as ``name=value`` or as members of the object. Inside an engine nobody calls `setup`: there the
+are shown as ``name=value`` or as members of the object. Inside an engine `setup` is not called: there the
 lines go where vLLM sends them.
 """
 
@@ -39,8 +39,8 @@ class Json(logging.Formatter):
         return json.dumps(item, default=str)
 
 
-class Patient(logging.Handler):
-    """Hands lines to a thread that writes them: whoever logs never waits for a reader that has stopped.
+class ThreadedHandler(logging.Handler):
+    """Writes lines in a thread of its own, so that no caller waits for a reader that has stopped.
 
     Beyond `most` waiting lines the newest are dropped (and counted in a line of their own).
     """
@@ -80,17 +80,17 @@ def setup(
     level: str = "info",
     stream: TextIO | None = None,
     *,
-    patient: bool = False,
+    threaded: bool = False,
 ) -> None:
     """Send the project's lines to `stream` (stderr), in the given format, once however often called.
 
-    `patient`: through a thread, so that a full pipe cannot stop the process (see Patient).
+    `threaded`: write in a thread, so that a full pipe cannot stop the process (see ThreadedHandler).
     """
     logger = logging.getLogger(NAME)
     handler: logging.Handler = logging.StreamHandler(stream or sys.stderr)
     handler.setFormatter(Json() if log_format == "json" else Human())
-    if patient:
-        handler = Patient(handler)
+    if threaded:
+        handler = ThreadedHandler(handler)
     logger.handlers[:] = [handler]
     logger.setLevel(level.upper())
     logger.propagate = False

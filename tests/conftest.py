@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from tests import leftovers
+from tools.harness import leftovers
 
 RUN = leftovers.mark()
 os.environ[leftovers.MARK] = RUN

@@ -42,7 +42,7 @@ from lmcache_shm.protocol.messages import (
     Step,
     frame,
 )
-from tests.faults.cluster import Cluster
+from tools.harness.cluster import Cluster
 
 CONNECTIONS = 24
 FRAMES = 24

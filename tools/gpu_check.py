@@ -27,18 +27,19 @@ from typing import Any
 from unittest.mock import patch
 
 import numpy as np
-from gpu_layouts import Layout, Placement, layouts
 from rich.console import Console
 from rich.table import Table
 
+sys.path.insert(0, str(Path(__file__).parents[1]))  # for `python tools/gpu_check.py`
 from lmcache_shm.arena.job import CopyJob, JobKind, Pages
 from lmcache_shm.cli import bench_device
-from lmcache_shm.cli.bench_server import BenchEngine, PrivateServer, private_server
+from lmcache_shm.cli.bench_control import BenchEngine, PrivateServer, private_server
 from lmcache_shm.protocol.messages import GroupInfo
 from lmcache_shm.transfer.pages import Part, RawTensor, SlotLayout, group_pages
 from lmcache_shm.transfer.plan import registration_ranges
-from lmcache_shm.transfer.simulated import Event
 from lmcache_shm.transfer.streams import StreamEngine
+from tools.gpu_layouts import Layout, Placement, layouts
+from tools.harness.simulated_device import Event, HostFixture
 
 CHUNK, CHUNKS = 256, 3
 PIECE = (16 << 20) + 4096
@@ -141,9 +142,11 @@ class HostMemory:
 class Case:
     """One layout on the device, an engine registered at the server, and a transfer engine."""
 
-    def __init__(self, server: PrivateServer, bed: bench_device.Bed, layout: Layout) -> None:
+    def __init__(
+        self, server: PrivateServer, fixture: bench_device.DeviceFixture, layout: Layout
+    ) -> None:
         self.layout = layout
-        simulated = isinstance(bed, bench_device.HostBed)
+        simulated = isinstance(fixture, HostFixture)
         self.memory = (HostMemory if simulated else CudaMemory)(layout.nbytes)
         base = self.memory.address
         self.slots = []
@@ -156,8 +159,8 @@ class Case:
         self.control = BenchEngine(server, groups, regions, CHUNK, layout.name)
         arena = self.control.arena
         pieces = registration_ranges(arena.data_array.nbytes, PIECE, PIECE, align=PIECE)
-        self._device = bed.device
-        self.engine = StreamEngine(arena, self.slots, bed.device, registrations=pieces)
+        self._device = fixture.device
+        self.engine = StreamEngine(arena, self.slots, fixture.device, registrations=pieces)
         if not self.engine.pinned.join(WAIT):
             raise RuntimeError("the arena could not be pinned; see the warning above")
         self.rng = np.random.default_rng(5)
@@ -315,12 +318,12 @@ def same(case: Case, expected: np.ndarray) -> bool:
     return bool(np.array_equal(case.memory.read(), expected))
 
 
-def check_layouts(bed: bench_device.Bed, only: str = "") -> Iterator[Row]:
+def check_layouts(fixture: bench_device.DeviceFixture, only: str = "") -> Iterator[Row]:
     """Every layout (whose name has ``only`` in it) with every back end, then the races."""
-    backends = bench_device.backends_of(bed.device)
+    backends = bench_device.backends_of(fixture.device)
     with private_server(1.0, CHUNK) as server:
         for layout in (one for one in layouts() if only in one.name):
-            case = Case(server, bed, layout)
+            case = Case(server, fixture, layout)
             try:
                 jobs: list[tuple[Any, Callable[[Case], bool]]] = [
                     *((backend, bytes_come_back) for backend in backends),
@@ -415,13 +418,13 @@ def main() -> int:
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     console, began = Console(), time.monotonic()
     try:
-        bed = bench_device.CudaBed() if given.device == "cuda" else bench_device.HostBed()
+        fixture = bench_device.CudaFixture() if given.device == "cuda" else HostFixture()
     except (ImportError, RuntimeError) as error:
         console.print(f"no usable GPU: {error}")
         return 2
     checks = []
     try:
-        for row in check_layouts(bed, given.only):
+        for row in check_layouts(fixture, given.only):
             checks.append(row)
             mark, why = "ok  " if row["ok"] else "FAIL", row.get("why", "")
             console.print(f"{mark} {row['layout']}: {row['check']} ({row['backend']}) {why}")
@@ -430,14 +433,14 @@ def main() -> int:
         return 2
     small = {"total": 32 << 20, "sizes": (8192, 65536)} if given.device == "cpu" else {}
     speed = bench_device.run(
-        bed, given.rounds, lambda label: console.print(label, style="dim"), **small
+        fixture, given.rounds, lambda label: console.print(label, style="dim"), **small
     )
     show_checks(checks, console)
     show_speed(speed, console)
     failed = sum(not row["ok"] for row in checks)
-    unused = never_used(checks, bed.device)
+    unused = never_used(checks, fixture.device)
     result = {
-        "device": bed.device.name,
+        "device": fixture.device.name,
         "python": platform.python_version(),
         "torch": torch_version(),
         "seconds": round(time.monotonic() - began, 1),

@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, contextmanager
 import numpy as np
 
 from lmcache_shm.arena.segment import create
-from lmcache_shm.cli.bench_server import reservation
+from lmcache_shm.cli.bench_control import reservation
 from lmcache_shm.config import Config
 from lmcache_shm.protocol.keys import ChunkKeys, seed
 from lmcache_shm.protocol.messages import (

@@ -7,7 +7,10 @@ import signal
 import subprocess
 import sys
 import time
+import weakref
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -17,7 +20,7 @@ import numpy.typing as npt
 
 from lmcache_shm.arena.layout import COLD_DTYPE, HOT_DTYPE, PAGE, Header, Regions, SlotState
 from lmcache_shm.arena.owner import remove_ours, runtime_dir, segment_names, shm_path
-from lmcache_shm.client.connection import Connection, ControlError
+from lmcache_shm.client.connection import Connection
 from lmcache_shm.protocol.messages import (
     PROTOCOL,
     Check,
@@ -28,9 +31,10 @@ from lmcache_shm.protocol.messages import (
     Status,
     StatusReply,
 )
+from tools.harness.wait import until
 
 ROOT = Path(__file__).parent.parent
-START = """
+WATCHED = """
 from tools.parent_watch import on_parents_end, terminate_in_order
 on_parents_end(terminate_in_order)
 from lmcache_shm.cli.app import main
@@ -76,8 +80,23 @@ class Table:
         self.payload(row)[1:token_offset:2] ^= 0x80
 
 
+class Output:
+    """All that a child writes, kept in memory: a pipe that nobody reads would stop the child when it is full."""
+
+    def __init__(self) -> None:
+        self.fd = os.memfd_create("output")
+        weakref.finalize(self, os.close, self.fd)
+
+    def __len__(self) -> int:
+        return os.fstat(self.fd).st_size
+
+    def text(self, start: int = 0) -> str:
+        """From that byte on."""
+        return os.pread(self.fd, len(self) - start, start).decode(errors="replace")
+
+
 class Server:
-    """`lmcache-shm server` as a child process. A context manager; `close` ends it."""
+    """`lmcache-shm server` as a child process, over its restarts. A context manager; `close` ends it."""
 
     def __init__(
         self,
@@ -85,22 +104,31 @@ class Server:
         *,
         chunk_size: int | str = "auto",
         size_mb: float = 256,
-        flags: tuple[str, ...] = (),
-        env: dict[str, str] | None = None,
+        flags: Sequence[str] = (),
+        env: Mapping[str, str] | None = None,
+        program: Sequence[str] = ("-c", WATCHED),
+        wrap: Sequence[str] = (),
+        starts: bool = True,
     ) -> None:
-        """Start it and wait until it greets. Raises ServerError."""
+        """Start it (unless not `starts`) and wait until it greets. Raises ServerError.
+
+        `program`: what Python runs, the command as it is typed excepted. `wrap`: words before all of it, as
+        in ["unshare", "--pid"].
+        """
         self.instance = instance
         self._command = [
-            sys.executable, "-c", START, "server", "--instance", instance, "--chunk-size", str(chunk_size),
+            *wrap, sys.executable, *program, "server", "--instance", instance, "--chunk-size", str(chunk_size),
             "--l1-size-gb", str(size_mb / 1024), *flags,
         ]  # fmt: skip
-        self._env = dict(os.environ) | {"PYTHONPATH": str(ROOT)} | (env or {})
-        folder = self._env.get("LMCACHE_SHM_RUNTIME_DIR")
+        self.env = dict(os.environ) | {"PYTHONPATH": str(ROOT)} | dict(env or {})
+        """Of the next start."""
+        folder = self.env.get("LMCACHE_SHM_RUNTIME_DIR")
         self._folder = Path(folder) if folder else runtime_dir()
-        self.log = self._folder / f"{instance}.log"
+        self._said, self._logged, self._from = Output(), Output(), 0
         self.process: subprocess.Popen[bytes] | None = None
         try:
-            self.start()
+            if starts:
+                self.start()
         except BaseException:
             self.close()
             raise
@@ -119,28 +147,36 @@ class Server:
         """The file of the segment with the slot table."""
         return shm_path(segment_names(self.instance)[1])
 
-    def start(self, timeout_s: float = 30.0, flags: tuple[str, ...] = ()) -> None:
-        """Start (again), with more flags; returns when it answers."""
+    @property
+    def ready(self) -> str:
+        """What it has printed since its last start: the greeting."""
+        return self._said.text(self._from)
+
+    @property
+    def errors(self) -> str:
+        """What it has logged since its first start."""
+        return self._logged.text()
+
+    def start(
+        self, timeout_s: float = 30.0, flags: Sequence[str] = (), *, waits: bool = True
+    ) -> None:
+        """Start (again), with more flags; returns when it has greeted (at once, unless `waits`)."""
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with self.log.open("ab") as log:
-            self.process = subprocess.Popen(
-                [*self._command, *flags], stdin=subprocess.PIPE, stdout=log, stderr=log, env=self._env,
-                start_new_session=True,  # Ctrl-C reaches only the caller, who ends it in order
-            )  # fmt: skip
-        deadline = time.monotonic() + timeout_s
-        while True:
-            try:
-                self.ask(Status(), StatusReply)
-            except ControlError:
-                if self.process.poll() is not None or time.monotonic() > deadline:
-                    self.kill()
-                    raise ServerError(f"the server did not start\n{self.log_tail()}") from None
-                time.sleep(0.02)
-            else:
-                return
+        self._reap()
+        self._from = len(self._said)
+        self.process = subprocess.Popen(
+            [*self._command, *flags], stdin=subprocess.PIPE, stdout=self._said.fd, stderr=self._logged.fd,
+            env=self.env, start_new_session=True,  # Ctrl-C reaches only the caller, who ends it in order
+        )  # fmt: skip
+        process, end = self.process, time.monotonic() + timeout_s
+        while waits and "vllm serve" not in self.ready:
+            if process.poll() is not None or time.monotonic() > end:
+                self.kill()
+                raise ServerError(f"the server did not start\n{self.log_tail()}")
+            time.sleep(0.01)
 
     def log_tail(self, lines: int = 20) -> str:
-        return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
+        return "\n".join((self.ready + self.errors).splitlines()[-lines:])
 
     def ask(self, request: Any, reply: type[Any], timeout_s: float = 5.0) -> Any:
         """One request on a connection of its own. Raises ControlError."""
@@ -176,16 +212,10 @@ class Server:
         )
 
     def wait_idle(self, timeout_s: float = 20.0) -> Table:
-        """Wait until no store is under way and nothing is pinned. Raises ServerError when that does not happen."""
+        """Wait until no store is under way and nothing is pinned. AssertionError when that does not happen."""
         table = self.table()
-        deadline = time.monotonic() + timeout_s
-        while len(table.rows(state=SlotState.RESERVED)) or table.pins():
-            if time.monotonic() > deadline:
-                reserved = len(table.rows(state=SlotState.RESERVED))
-                raise ServerError(
-                    f"{reserved} slots reserved, {table.pins()} pins after {timeout_s} s\n{self.log_tail()}"
-                )
-            time.sleep(0.005)
+        busy = partial(table.rows, state=SlotState.RESERVED)
+        until(lambda: not len(busy()) and not table.pins(), "no slot reserved or pinned", timeout_s)
         return table
 
     def kill(self) -> None:
@@ -193,6 +223,18 @@ class Server:
         if self.process is not None:
             self.process.kill()
             self._reap()
+
+    def end(self, number: int = signal.SIGTERM, timeout_s: float = 30.0) -> int:
+        """Send a signal, wait for the end; its exit status. Idempotent; what it leaves stays."""
+        process = self.process
+        if process is None:
+            return 0
+        if process.returncode is None:
+            process.send_signal(signal.SIGCONT)
+            process.send_signal(number)
+            process.wait(timeout_s)
+        self._reap()
+        return process.returncode
 
     def _reap(self) -> None:
         if self.process is not None:
@@ -202,17 +244,13 @@ class Server:
 
     def close(self) -> None:
         """SIGTERM, then SIGKILL after 15 s; removes what a killed server leaves. Idempotent."""
-        if self.process is not None and self.process.poll() is None:
-            self.process.send_signal(signal.SIGTERM)
-            try:
-                self.process.wait(15)
-            except subprocess.TimeoutExpired:
-                self.kill()
-        self._reap()
+        try:
+            self.end(timeout_s=15)
+        except subprocess.TimeoutExpired:
+            self.kill()
         for name in segment_names(self.instance):
             remove_ours(shm_path(name), "left alone")
         self.socket.unlink(missing_ok=True)
-        self.log.unlink(missing_ok=True)
 
     def connector(self, **options: Any) -> dict[str, Any]:
         """A kv_transfer_config that uses this server; options without their prefix."""

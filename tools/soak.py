@@ -19,10 +19,10 @@ import time
 from collections import Counter
 from pathlib import Path
 
-from tests import leftovers
-from tests.faults.cluster import Cluster
-from tests.faults.points import POINTS
-from tests.faults.strike import lose_scheduler, strike
+from tools.harness import leftovers
+from tools.harness.cluster import Cluster
+from tools.harness.points import POINTS
+from tools.harness.strike import lose_scheduler, strike
 
 ENGINES = 3
 CHECK_EVERY = 12

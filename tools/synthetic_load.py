@@ -19,27 +19,11 @@ import numpy as np
 from rich._export_format import CONSOLE_SVG_FORMAT
 from rich.console import Console
 
-from lmcache_shm.cli.bench_server import reservation
+from lmcache_shm.cli.bench_control import BenchEngine, PrivateServer
 from lmcache_shm.cli.top import Source
-from lmcache_shm.cli.top_history import History
-from lmcache_shm.cli.top_view import View, frame, joined
-from lmcache_shm.client.connection import Connection
-from lmcache_shm.client.reconnect import socket_path
+from lmcache_shm.cli.top_view import History, View, frame, joined
 from lmcache_shm.config import server_config
-from lmcache_shm.protocol.keys import ChunkKeys, seed
-from lmcache_shm.protocol.messages import (
-    PROTOCOL,
-    Acquire,
-    Acquired,
-    Attached,
-    AttachWorker,
-    GroupInfo,
-    Hello,
-    Register,
-    Registered,
-    Step,
-    Stepped,
-)
+from lmcache_shm.protocol.messages import GroupInfo, Step, Stepped
 
 MODELS = {
     "Qwen/Qwen3.5-4B": (
@@ -61,27 +45,21 @@ MODELS = {
 }
 
 
-class PretendedEngine:
-    """One scheduler and one worker as the server sees them."""
+class PretendedEngine(BenchEngine):
+    """An engine that looks up, stores and loads at random."""
 
-    def __init__(self, path: Path, model: str, rng: random.Random) -> None:
-        self.chunk_size, groups, regions = MODELS[model]
-        self.groups = range(len(groups))
-        self.name = f"{model.rpartition('/')[2].lower()}-{rng.randrange(1 << 16):04x}"
-        self.worker = self._connect(path, "worker")
-        self.worker.call(AttachWorker(self.name, 0, 1, 1, regions), Attached)
-        self.scheduler = self._connect(path, "scheduler")
+    def __init__(self, server: PrivateServer, model: str, rng: random.Random) -> None:
+        chunk_size, groups, regions = MODELS[model]
         descriptor = json.dumps({"model": {"weights": model}, "parallel": {"tensor": 1}}).encode()
-        request = Register(self.name, 1, 1, self.chunk_size, descriptor, groups, name=model)
-        self.scheduler.call(request, Registered)
-        self.seed = seed(descriptor)
+        name = f"{model.rpartition('/')[2].lower()}-{rng.randrange(1 << 16):04x}"
+        super().__init__(
+            server, groups, regions, chunk_size, name, descriptor=descriptor, model=model
+        )
+        self.groups = range(len(groups))
         self.rng = rng
         self.prefixes = [self._text(rng.randrange(2, 14)) for _ in range(24)]
         self.leases: list[tuple[float, int]] = []
         self.writing: list[tuple[float, bytes]] = []
-
-    def _connect(self, path: Path, role: str) -> Connection:
-        return Connection.open(str(path), Hello(PROTOCOL, role, self.name, os.getpid()), 5.0)
 
     def _text(self, chunks: int) -> list[int]:
         return [self.rng.randrange(150_000) for _ in range(chunks * self.chunk_size)]
@@ -94,15 +72,13 @@ class PretendedEngine:
             self.prefixes[self.rng.randrange(len(self.prefixes))] = self._text(
                 self.rng.randrange(2, 14)
             )
-        keys = ChunkKeys(self.seed, self.chunk_size)
         tokens = chosen + self._text(self.rng.randrange(0, 2)) + [1]
-        keys.extend(tokens)
-        hit = self.scheduler.call(Acquire(bytes(keys.keys), 0, len(tokens)), Acquired)
+        keys = self.keys(tokens)
+        hit = self.acquire(keys, len(tokens))
         if hit.lease:
             self.leases.append((now + self.rng.uniform(0.05, 0.6), hit.lease))
         if hit.n_chunks < len(keys):
-            entries = reservation(keys, self.groups, hit.n_chunks, len(keys))
-            rows = np.frombuffer(self.scheduler.call(Step(entries), Stepped).rows, "<i4")
+            rows = self.reserve(keys, self.groups, hit.n_chunks, len(keys))
             self.writing.append((now + self.rng.uniform(0.05, 0.4), rows[rows >= 0].tobytes()))
 
     def settle(self, now: float) -> None:
@@ -116,8 +92,7 @@ class PretendedEngine:
 
     def close(self) -> None:
         self.settle(float("inf"))
-        self.scheduler.close()
-        self.worker.close()
+        super().close()
 
 
 def main() -> None:
@@ -130,8 +105,9 @@ def main() -> None:
     given = parser.parse_args()
     config = server_config({"instance": given.instance})
     rng = random.Random(7)
-    engines = [PretendedEngine(socket_path(config), model, rng) for model in MODELS]
     source, history = Source(config), History()
+    server = PrivateServer(config.instance, str(source.path))
+    engines = [PretendedEngine(server, model, rng) for model in MODELS]
     start = time.monotonic()
     look_at = start
     while (now := time.monotonic()) < start + given.seconds:

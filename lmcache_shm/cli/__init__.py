@@ -1,1 +1,1 @@
-"""PEOPLE: the command line. Commands are imported one by one, when asked for (see app)."""
+"""The command line. Each command is imported when it is used (see app)."""

@@ -13,11 +13,16 @@ from lmcache_shm.arena.leftovers import purge as remove
 from lmcache_shm.arena.owner import runtime_dir, safe_dir
 from lmcache_shm.arena.segment import ArenaError, attach
 from lmcache_shm.cli.app import CommandError
-from lmcache_shm.cli.backing import of_snapshot, told
-from lmcache_shm.cli.figures import count, duration, percent, size
-from lmcache_shm.cli.namespaces import unshared
-from lmcache_shm.cli.options import flags
-from lmcache_shm.cli.reach import confirmed, server_of
+from lmcache_shm.cli.command import INSTANCE, Json, Yes, confirmed, flags, server_of
+from lmcache_shm.cli.formatting import (
+    count,
+    duration,
+    percent,
+    reserved_of,
+    reserved_size,
+    size,
+    unshared,
+)
 from lmcache_shm.config import OPTIONS, SERVER, Config, ConfigError, connector_config, server_config
 from lmcache_shm.protocol.messages import (
     Check,
@@ -28,10 +33,6 @@ from lmcache_shm.protocol.messages import (
     Status,
     StatusReply,
 )
-
-INSTANCE = ("instance", "runtime_dir")
-Json = Annotated[bool, typer.Option("--json", help="One JSON object.")]
-Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
 
 
 @flags(INSTANCE)
@@ -54,7 +55,7 @@ def _status_lines(s: dict[str, Any]) -> list[str]:
     lines = [
         f"server    {server['instance']}, pid {server['pid']}, version {server['version']}, {up}",
         f"arena     {used}, {count(slots['used'])} slots; {held}",
-        *([f"memory    {backing}"] if (backing := of_snapshot(arena)) else []),
+        *([f"memory    {backing}"] if (backing := reserved_of(arena)) else []),
         "work      " + ", ".join(f"{count(counters.get(n, 0))} {word}" for word, n in done.items()),
     ]
     hit, asked = counters.get("hit_tokens", 0), counters.get("query_tokens", 0)
@@ -110,7 +111,7 @@ def check(*, as_json: Json = False, **given: Any) -> None:
     findings += [line for line in check_arena(arena, live=live) if line not in findings]
     used = int((arena.hot["state"] == SlotState.COMMITTED).sum())
     data, backed = arena.data_bytes, arena.backed_bytes
-    backing = told(backed, data, growing=live and arena.growing)
+    backing = reserved_size(backed, data, growing=live and arena.growing)
     arena.close()
     seen = "beside its server" if live else "without a server"
     if as_json:
@@ -188,9 +189,7 @@ def stop(
     with server_of(config, "stop") as server:
         pid = server.hello.pid
         left = server.call(Shutdown(not now), Done).count
-    print(
-        f"server {pid} ends" + (f" when {left} leases are given back" if left and not now else "")
-    )
+    print(f"server {pid} ends" + (f" when {left} leases are released" if left and not now else ""))
 
 
 @flags(INSTANCE)
@@ -246,9 +245,9 @@ def config(
     width = max(len(name) for name in OPTIONS)
     shown = {True: "true", False: "false"}
     for option, value, origin in rows:
-        told = option.shown if origin == "default" else shown.get(value, value)
-        unit = f" {option.unit}" if option.unit and told != "auto" else ""
-        print(f"{option.name:<{width}}  {f'{told}{unit}':<28}  {origin}")
+        text = option.shown if origin == "default" else shown.get(value, value)
+        unit = f" {option.unit}" if option.unit and text != "auto" else ""
+        print(f"{option.name:<{width}}  {f'{text}{unit}':<28}  {origin}")
 
 
 def _json_object(text: str | None) -> dict[str, Any]:

@@ -27,15 +27,15 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "purge": ("lmcache_shm.cli.admin:purge", "Remove what dead servers left behind."),
     "config": ("lmcache_shm.cli.admin:config", "Show every option, its value, and where it comes from."),
     "stop": ("lmcache_shm.cli.admin:stop", "End a running server, after it has drained."),
-    "doctor": ("lmcache_shm.cli.doctor:doctor", "Find out why the cache does nothing, and what mends it."),
-    "probe": ("lmcache_shm.cli.probe:probe", "Tell a model's cache groups and chunk size, without weights."),
+    "doctor": ("lmcache_shm.cli.doctor:doctor", "Find out why the cache does nothing, and how to fix it."),
+    "probe": ("lmcache_shm.cli.probe:probe", "Find a model's cache groups and chunk sizes, without weights."),
     "bench": ("lmcache_shm.cli.bench:bench", "Measure this machine's limits, and the cache against them."),
     "verify": ("lmcache_shm.cli.verify:verify", "Compare a deployment's answers with and without the cache."),
 }  # fmt: skip
 
 
 class CommandError(Exception):
-    """A failure told in one line; `status` is the exit status."""
+    """A failure that is one line for the user; `status` is the exit status."""
 
     def __init__(self, message: str, status: int = 1) -> None:
         super().__init__(message)
@@ -114,7 +114,7 @@ def _run(command: Any, words: list[str], shown_as: str = NAME) -> int:
         what = f"{error.filename}: {error.strerror}" if error.filename else str(error)
         return _complain(what, 1)
     except Exception as error:
-        # typer brings its own click or uses the installed one: told by shape, not by class.
+        # typer brings its own click or uses the installed one: recognised by shape, not by class.
         if hasattr(error, "format_message"):
             text = " ".join(error.format_message().split())
             return _complain(f"{text.rstrip('.')} ({shown_as} --help)", 2)
@@ -150,7 +150,7 @@ def _help() -> str:
         "Commands:",
         *lines,
         "",
-        f"{NAME} COMMAND --help tells a command's options. {NAME} --install-completion teaches your shell.",
+        f"{NAME} COMMAND --help lists a command's options. {NAME} --install-completion adds them to your shell.",
     ])  # fmt: skip
 
 

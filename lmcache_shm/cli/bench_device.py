@@ -1,6 +1,6 @@
 """Copies between a device and pinned memory: every back end and page size beside one large plain copy.
 
-Runs on CUDA, and on the simulated device, where the figures mean nothing but the program is the same.
+Any `DeviceFixture` will do; the tests bring one without a GPU, where the times mean nothing but the program is the same.
 """
 
 import statistics
@@ -13,21 +13,20 @@ import numpy.typing as npt
 
 from lmcache_shm.arena.job import JobKind
 from lmcache_shm.arena.layout import SlotState
-from lmcache_shm.cli.bench_rows import laps
-from lmcache_shm.cli.bench_transfer import BenchArena, bench_arena, whole_slots
+from lmcache_shm.cli.bench_results import samples
+from lmcache_shm.cli.bench_transfer import KIB, MIB, BenchArena, bench_arena, whole_slots
 from lmcache_shm.transfer.device import Device
 from lmcache_shm.transfer.pages import Part, RawTensor, SlotLayout, group_pages
 from lmcache_shm.transfer.plan import RequestedBackend
 from lmcache_shm.transfer.streams import StreamEngine
 
-KIB, MIB = 1 << 10, 1 << 20
 PAGE_SIZES = tuple(kib * KIB for kib in (4, 8, 16, 32, 64, 256, 2048))
 LAYERS = 32
 KINDS: tuple[JobKind, JobKind] = ("store", "load")
 Row = dict[str, Any]
 
 
-class Bed(Protocol):
+class DeviceFixture(Protocol):
     """A device and memory on it."""
 
     device: Device
@@ -38,7 +37,7 @@ class Bed(Protocol):
     def release(self) -> None: ...
 
 
-class CudaBed:
+class CudaFixture:
     """torch's current CUDA device."""
 
     def __init__(self) -> None:
@@ -64,27 +63,10 @@ class CudaBed:
         self._torch.cuda.empty_cache()
 
 
-class HostBed:
-    """The simulated device."""
-
-    def __init__(self) -> None:
-        from lmcache_shm.transfer.simulated import SimulatedDevice  # noqa: PLC0415
-
-        self.device: Device = SimulatedDevice()
-        self._held: list[npt.NDArray[np.uint8]] = []
-
-    def allocate(self, nbytes: int) -> int:
-        self._held.append(np.ones(nbytes, dtype=np.uint8))
-        return self._held[-1].ctypes.data
-
-    def release(self) -> None:
-        self._held.clear()
-
-
-def peak(bed: Bed, nbytes: int, rounds: int) -> dict[str, float]:
+def peak(fixture: DeviceFixture, nbytes: int, rounds: int) -> dict[str, float]:
     """GB/s of one plain copy of pinned memory: store, load, and both at the same time (sum)."""
-    device = bed.device
-    gpu = {kind: bed.allocate(nbytes) for kind in KINDS}
+    device = fixture.device
+    gpu = {kind: fixture.allocate(nbytes) for kind in KINDS}
     with bench_arena(2 * nbytes, 1) as arena:
         base = arena.data_array.ctypes.data
         device.register(base, 2 * nbytes)
@@ -103,18 +85,18 @@ def peak(bed: Bed, nbytes: int, rounds: int) -> dict[str, float]:
         }
         found["both"] = 2 * nbytes / _median(lambda: copy(*KINDS), rounds) / 1e9
         device.unregister(base)
-    bed.release()
+    fixture.release()
     return found
 
 
 def page_size_rows(
-    bed: Bed, page: int, backends: Sequence[RequestedBackend], total: int, rounds: int
+    fixture: DeviceFixture, page: int, backends: Sequence[RequestedBackend], total: int, rounds: int
 ) -> list[Row]:
     """GB/s for scattered pages of one size in slots of about 32 MiB: a row per back end that can be had."""
     pages = max(1, 32 * MIB // (LAYERS * page))
     slots = max(2, total // (pages * LAYERS * page))
     blocks = 2 * slots * pages
-    base = bed.allocate(blocks * page * LAYERS)
+    base = fixture.allocate(blocks * page * LAYERS)
     tensors = [
         RawTensor(base + i * blocks * page, (blocks, page), (page, 1)) for i in range(LAYERS)
     ]
@@ -123,7 +105,7 @@ def page_size_rows(
     rows = []
     with bench_arena(slots * layout.region_bytes, slots) as arena:
         for backend in backends:
-            engine = StreamEngine(arena, [layout], bed.device, backend=backend)
+            engine = StreamEngine(arena, [layout], fixture.device, backend=backend)
             try:
                 if not engine.pinned.join(120.0):
                     raise RuntimeError("the arena could not be pinned (see the warning above)")
@@ -132,7 +114,7 @@ def page_size_rows(
                     rows.append(row | {"page_kib": page / KIB})
             finally:
                 engine.close()
-    bed.release()
+    fixture.release()
     return rows
 
 
@@ -196,7 +178,7 @@ def backends_of(device: Device) -> list[RequestedBackend]:
 
 
 def run(
-    bed: Bed,
+    fixture: DeviceFixture,
     rounds: int,
     step: Callable[[str], None],
     total: int = 512 * MIB,
@@ -204,16 +186,16 @@ def run(
 ) -> dict[str, Any]:
     """Everything; ``step`` is called with a label before each page size."""
     step("plain pinned copy")
-    limits = peak(bed, total // 2, rounds)
+    limits = peak(fixture, total // 2, rounds)
     rows: list[Row] = []
     for page in sizes:
         step(f"{page // KIB} KiB pages")
-        rows += page_size_rows(bed, page, backends_of(bed.device), total, rounds)
+        rows += page_size_rows(fixture, page, backends_of(fixture.device), total, rounds)
     for row in rows:
         for kind in (*KINDS, "both"):
             row[f"{kind}_ratio"] = row[f"{kind}_gbs"] / limits[kind]
     return {
-        "device": bed.device.name,
+        "device": fixture.device.name,
         "peak_gbs": limits,
         "rows": rows,
         "kernel_below_bytes": crossover(rows),
@@ -221,4 +203,4 @@ def run(
 
 
 def _median(action: Callable[[], None], rounds: int) -> float:
-    return statistics.median(laps(action, rounds + 1)[1:])
+    return statistics.median(samples(action, rounds + 1)[1:])

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -21,19 +22,133 @@ import numpy.typing as npt
 
 from lmcache_shm.arena.job import PAGE_RUN, CopyJob, JobKind
 from lmcache_shm.arena.layout import HOT_DTYPE, SlotState
-from lmcache_shm.cli.bench_rows import quiet
-from lmcache_shm.cli.bench_shapes import MIB, KvMemory, LayerGroup, Shape
+from lmcache_shm.cli.bench_results import quiet
 from lmcache_shm.transfer.cpu import CpuEngine
+from lmcache_shm.transfer.pages import Part, RawTensor, SlotLayout, group_pages
 
+KIB, MIB = 1 << 10, 1 << 20
 Bytes = npt.NDArray[np.uint8]
 Row = dict[str, Any]
-Laps = dict[str, list[float]]
+Samples = dict[str, list[float]]
 """Seconds of each round, by what was copied."""
 TARGET_BYTES = 256 * MIB
 """Moved per timed copy: far beyond any last-level cache share."""
 GENERATION = 1
 
 
+# ------------------------------------------------------------------------------- what is copied
+# Only what decides the cost of a copy is modelled: bytes per page, pages per slot, layers, strides.
+@dataclass(frozen=True, slots=True)
+class LayerGroup:
+    """One KV cache group: ``layers`` layers whose pages hold ``page_bytes`` at ``page_stride``."""
+
+    name: str
+    layers: int
+    page_bytes: int
+    pages_per_chunk: int
+    page_stride: int = 0
+    stored_pages: int = 0
+    """0 = all pages of the chunk; a window keeps fewer."""
+    order: str = "layers outermost"
+    heads: int = 1
+    """Runs that a page falls into where heads are outermost."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A model: its groups, each of which is an object group of its own here."""
+
+    name: str
+    chunk: int
+    groups: tuple[LayerGroup, ...]
+
+
+def _attention(
+    name: str, layers: int, token_bytes: int, block: int, chunk: int, window: int = 0
+) -> LayerGroup:
+    pages = chunk // block
+    tail = min(pages, -(-(window - 1) // block)) if window else 0
+    return LayerGroup(name, layers, token_bytes * block, pages, stored_pages=tail)
+
+
+# Bytes per token and layer = 2 (K and V) · KV heads · head size · 2 (bf16), from the models' configurations.
+SHAPES = {
+    shape.name: shape
+    for shape in (
+        Shape("llama-8b", 256, (_attention("full", 32, 4096, 16, 256),)),
+        Shape(
+            "gemma3-27b",
+            256,
+            (
+                _attention("full", 10, 8192, 16, 256),
+                _attention("window 1024", 52, 8192, 16, 256, 1024),
+            ),
+        ),
+        Shape(
+            "gpt-oss-120b",
+            256,
+            (
+                _attention("full", 18, 2048, 16, 256),
+                _attention("window 128", 18, 2048, 16, 256, 128),
+            ),
+        ),
+        # Unified block of 784 tokens; a state page is padded to the attention page.
+        Shape(
+            "qwen3.5-27b",
+            784,
+            (
+                _attention("full", 16, 4096, 784, 784),
+                LayerGroup("GDN state", 48, 3_207_168, 1, page_stride=784 * 4096),
+            ),
+        ),
+    )
+}
+
+
+TORCH_OFFSET = 64
+"""Where torch's large tensors begin on a memory page: some processors copy slower where the two sides differ in it."""
+
+
+class KvMemory:
+    """Memory for ``slots`` slots' worth of scattered blocks of one group (twice as many blocks exist)."""
+
+    def __init__(self, group: LayerGroup, slots: int) -> None:
+        self.group = group
+        self.pages = group.stored_pages or group.pages_per_chunk
+        self.num_blocks = 2 * slots * self.pages
+        stride = group.page_stride or group.page_bytes
+        self.nbytes = group.layers * self.num_blocks * stride
+        mapped = mmap.mmap(-1, self.nbytes + TORCH_OFFSET, mmap.MAP_PRIVATE)
+        self.memory = np.frombuffer(mapped, dtype=np.uint8)[TORCH_OFFSET:]
+        self.memory[:] = 1
+        part = Part(
+            group_pages(self._tensors(stride), self.num_blocks),
+            group.pages_per_chunk,
+            group.pages_per_chunk - self.pages,
+        )
+        self.layout = SlotLayout([part])
+        ids = np.random.default_rng(0).permutation(self.num_blocks)[: slots * self.pages]
+        self.block_ids: npt.NDArray[np.int64] = ids.reshape(slots, self.pages).astype(np.int64)
+
+    def _tensors(self, stride: int) -> list[RawTensor]:
+        g, blocks, base = self.group, self.num_blocks, self.memory.ctypes.data
+        if g.order == "blocks outermost":
+            block = g.layers * stride
+            return [
+                RawTensor(base + layer * stride, (blocks, g.page_bytes), (block, 1))
+                for layer in range(g.layers)
+            ]
+        run = g.page_bytes // g.heads
+        if g.heads > 1:
+            shape, strides = (blocks, g.heads, run), (run, run * blocks, 1)
+        else:
+            shape, strides = (blocks, 1, run), (stride, run, 1)
+        return [
+            RawTensor(base + layer * blocks * stride, shape, strides) for layer in range(g.layers)
+        ]
+
+
+# ------------------------------------------------------------------------------------- the copies
 class BenchArena:
     """Payload memory and a slot table without a server."""
 
@@ -84,37 +199,37 @@ def _measure(
     """One row per thread count. All of a round's copies follow each other, so that ratios between thread counts
     are as little changed by a noisy neighbour as those to memcpy."""
     moved = kv.block_ids.size * kv.layout.parts[0].pages.page_bytes
-    laps: dict[int, dict[str, list[float]]] = {
+    samples: dict[int, dict[str, list[float]]] = {
         n: {"memcpy": [], "store": [], "load": []} for n in threads
     }
     with ExitStack() as undo:
         undo.enter_context(quiet())
-        beds = []
+        engines = []
         for n in threads:
             engine = CpuEngine(arena, [kv.layout], n, populate=False)
             undo.callback(engine.close)
-            beds.append((n, engine, undo.enter_context(ThreadPoolExecutor(n))))
+            engines.append((n, engine, undo.enter_context(ThreadPoolExecutor(n))))
         for round_ in range(rounds + 1):
-            for n, engine, pool in beds:
-                lap = {
+            for n, engine, pool in engines:
+                sample = {
                     "memcpy": _timed(partial(_memcpy, pool, arena.data_array, kv, region, n)),
                     "store": _timed(partial(_copy, engine, arena, kv, region, "store")),
                     "load": _timed(partial(_copy, engine, arena, kv, region, "load")),
                 }
                 if round_:  # the first round warms caches and page tables
-                    for name, seconds in lap.items():
-                        laps[n][name].append(seconds)
-    return [_row(n, moved, laps[n], laps[threads[0]]) for n in threads]
+                    for name, seconds in sample.items():
+                        samples[n][name].append(seconds)
+    return [_row(n, moved, samples[n], samples[threads[0]]) for n in threads]
 
 
-def _row(threads: int, moved: int, laps: Laps, base: Laps) -> Row:
+def _row(threads: int, moved: int, samples: Samples, base: Samples) -> Row:
     """Medians over the rounds: GB/s, ratios to memcpy, and gains over the first thread count."""
     row: Row = {"threads": threads, "bytes": moved}
-    for name, taken in laps.items():
+    for name, taken in samples.items():
         row[f"{name}_gbs"] = moved / statistics.median(taken) / 1e9
         row[f"{name}_gain"] = _median_ratio(base[name], taken)
         if name != "memcpy":
-            row[f"{name}_ratio"] = _median_ratio(laps["memcpy"], taken)
+            row[f"{name}_ratio"] = _median_ratio(samples["memcpy"], taken)
     return row
 
 

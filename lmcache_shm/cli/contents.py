@@ -13,16 +13,13 @@ from lmcache_shm.arena.layout import SlotState
 from lmcache_shm.arena.segment import Arena, ArenaError, attach
 from lmcache_shm.arena.slot import token_area
 from lmcache_shm.cli.app import CommandError
-from lmcache_shm.cli.figures import count, duration, size
-from lmcache_shm.cli.options import flags
-from lmcache_shm.cli.reach import server_of
+from lmcache_shm.cli.command import INSTANCE, Json, flags, server_of
+from lmcache_shm.cli.formatting import count, duration, size
 from lmcache_shm.config import server_config
 from lmcache_shm.protocol.messages import List, ListReply, Status, StatusReply
 from lmcache_shm.server.catalog.groups import CatalogError, Namespace
 from lmcache_shm.server.catalog.namespaces import NamespaceStore
 
-INSTANCE = ("instance", "runtime_dir")
-Json = Annotated[bool, typer.Option("--json", help="One JSON object.")]
 SHOWN_IDS = 16
 SHORT = 12
 """Hex digits of a key in lists; `inspect` takes any beginning that is unique."""
@@ -162,12 +159,12 @@ def _rows(arena: Arena, chunk: str) -> list[int]:
             key for key in (_hex(arena, row) for row in near.tolist()) if key.startswith(start)
         }
     if len(wanted) != 1:
-        told = (
+        problem = (
             f"{len(wanted)} keys begin so; type more of it"
             if wanted
             else "no such key (lmcache-shm ls)"
         )
-        raise CommandError(f"{chunk}: {told}", 2)
+        raise CommandError(f"{chunk}: {problem}", 2)
     key = bytes.fromhex(wanted.pop())
     return [row for row in committed.tolist() if arena.cold["key"][row].tobytes() == key]
 
@@ -178,7 +175,7 @@ def _hex(arena: Arena, row: int) -> str:
 
 
 def _facts(arena: Arena, row: int, spaces: dict[int, Namespace]) -> dict[str, Any]:
-    """One slot for people; its token ids are [] when it changed hands while it was read."""
+    """One slot's facts; its token ids are [] when the slot was reused while it was read."""
     hot, cold = arena.hot[row], arena.cold[row]
     generation = int(hot["generation"])
     space = spaces.get(int(hot["namespace"]))

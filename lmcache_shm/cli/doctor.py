@@ -1,8 +1,7 @@
-"""``lmcache-shm doctor``: why the cache does nothing, and what mends it."""
+"""``lmcache-shm doctor``: why the cache does nothing, and how to fix it."""
 
 import json
 from collections.abc import Iterator
-from dataclasses import asdict
 from itertools import groupby
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,10 +14,9 @@ from rich.text import Text
 from lmcache_shm.arena.owner import runtime_path
 from lmcache_shm.cli import doctor_engine as engine
 from lmcache_shm.cli import doctor_host as host
-from lmcache_shm.cli import doctor_leftovers as leftovers
 from lmcache_shm.cli import doctor_server as server
-from lmcache_shm.cli.findings import Finding, problem
-from lmcache_shm.cli.options import flags
+from lmcache_shm.cli.command import flags
+from lmcache_shm.cli.doctor_host import Finding, problem
 from lmcache_shm.client.connection import ControlError
 from lmcache_shm.config import Config, ConfigError, server_config
 
@@ -37,18 +35,18 @@ def doctor(
         ),
     ] = None,
     problems_only: Annotated[
-        bool, typer.Option("--quiet", "-q", help="Show only what needs mending.")
+        bool, typer.Option("--quiet", "-q", help="Show only problems.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON array of findings.")] = False,
     **given: Any,
 ) -> None:
-    """Examine this host, its server and its engines; each finding with what mends it.
+    """Examine this host, its server and its engines; each problem with its fix.
 
     Exit status: 0 all is well, 1 there is a problem, 2 this command was called wrongly.
     """
     findings = list(examine(given, kv_transfer_config))
     if as_json:
-        print(json.dumps([asdict(finding) for finding in findings], ensure_ascii=False, indent=2))
+        print(json.dumps([finding.as_json() for finding in findings], ensure_ascii=False, indent=2))
     else:
         show(findings, Console(highlight=False), problems_only=problems_only)
     if any(finding.level == "problem" for finding in findings):
@@ -56,13 +54,13 @@ def doctor(
 
 
 def examine(given: dict[str, Any], transfer_config: str | None = None) -> Iterator[Finding]:
-    """All findings, in the order in which people should read them."""
+    """All findings, in the order in which they should be read."""
     yield from engine.versions()
     try:
         config = server_config(given)
     except ConfigError as error:
         if any(value is not None for value in given.values()):
-            raise  # what was typed is told as for any other command
+            raise  # a bad flag is an error as in any other command
         yield problem(
             "environment", str(error), "unset it, or correct its name (lmcache-shm config)"
         )
@@ -72,15 +70,15 @@ def examine(given: dict[str, Any], transfer_config: str | None = None) -> Iterat
         found, wanted_by_engine = engine.transfer_config(transfer_config)
         yield from found
     config = _met(config, wanted_by_engine)
-    # Not by socket_path(): that would mend or refuse the directory, which is to be looked at as it is.
+    # Not by socket_path(): that would repair or refuse the directory, which is examined as it is.
     folder = Path(config.runtime_dir) if config.runtime_dir else runtime_path()
     path = folder / f"{config.instance}.sock"
-    owner = leftovers.owner(config.instance, path.parent)
-    has_arena = leftovers.has_arena(config.instance, path.parent)
+    owner = host.owner(config.instance, path.parent)
+    has_arena = host.has_arena(config.instance, path.parent)
     yield from host.examine_host(int(config.l1_size_gb * 2**30), has_arena=has_arena)
-    directory = list(server.runtime_directory(path.parent, config.instance))
+    directory = list(host.runtime_directory(path.parent, config.instance))
     yield from directory
-    yield from leftovers.examine(path.parent)
+    yield from host.examine_leftovers(path.parent)
     if all(finding.level != "problem" for finding in directory):
         yield from _server(config, wanted_by_engine, path, owner)
     yield from engine.engines(engine.running_engines())
@@ -112,9 +110,9 @@ def _server(config: Config, wanted: Config | None, path: Path, owner: int) -> It
     yield from server.health(hello, snapshot, broken)
 
 
-# ------------------------------------------------------------------------------------------- on paper
+# ------------------------------------------------------------------------------------------- output
 def show(findings: list[Finding], console: Console, *, problems_only: bool = False) -> None:
-    """By area, problems standing out, remedies indented below."""
+    """By area, problems standing out, fixes indented below."""
     plain = not console.encoding.lower().startswith("utf")
     shown = [f for f in findings if f.level == "problem" or not problems_only]
     for area, of_area in groupby(shown, key=lambda finding: finding.area):
@@ -127,10 +125,10 @@ def show(findings: list[Finding], console: Console, *, problems_only: bool = Fal
                 console.print(Padding(text, (0, 0, 0, 2)))
             else:
                 console.print(Text("  ").append_text(text), soft_wrap=True)
-            if finding.remedy:
-                # Not wrapped: it is to be pasted.
+            if finding.fix:
+                # Not wrapped, so that it can be pasted.
                 arrow = "->" if plain else ARROW
-                console.print(Text(f"    {arrow} {finding.remedy}", "cyan"), soft_wrap=True)
+                console.print(Text(f"    {arrow} {finding.fix}", "cyan"), soft_wrap=True)
     count = sum(1 for finding in findings if finding.level == "problem")
     if count:
         console.print(Text(f"\n{count} problem{'' if count == 1 else 's'}", "bold red"))

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from lmcache_shm import __version__
-from lmcache_shm.cli.findings import Finding, note, ok, problem
+from lmcache_shm.cli.doctor_host import Finding, note, ok, problem
 from lmcache_shm.config import Config, ConfigError, connector_config
 
 CONNECTOR = "LMCacheShmConnector"
@@ -132,7 +132,7 @@ def transfer_config(
             note(
                 area,
                 f"not options of ours, ignored: {', '.join(config.ignored)}",
-                "remove them; docs/migrating-from-lmcache.md tells what stands for what",
+                "remove them; docs/migrating-from-lmcache.md maps them to ours",
             )
         )
     if not any(finding.level == "problem" for finding in findings):
@@ -166,11 +166,11 @@ def _members(given: Mapping[str, Any]) -> Iterator[Finding]:
         if name not in KNOWN:
             near = difflib.get_close_matches(name, KNOWN, n=1)
             where = "kv_connector_extra_config" if name.startswith("lmcache_shm.") else ""
-            remedy = f'write "{near[0]}"' if near else "remove it"
+            fix = f'write "{near[0]}"' if near else "remove it"
             yield problem(
                 "engine options",
                 f"{name} is no member of --kv-transfer-config",
-                f'put it inside "{where}":{{…}}' if where else remedy,
+                f'put it inside "{where}":{{…}}' if where else fix,
             )
 
 
@@ -242,7 +242,7 @@ def option_of(words: list[str], name: str = "--kv-transfer-config") -> str | Non
 
 
 def engines(found: list[tuple[int, list[str]]]) -> Iterator[Finding]:
-    """What running engines were told about the cache."""
+    """The cache options of running engines."""
     for pid, words in found:
         given = option_of(words)
         if given is None:
@@ -256,5 +256,5 @@ def engines(found: list[tuple[int, list[str]]]) -> Iterator[Finding]:
             for finding in transfer_config(given)[0]:
                 if finding.level != "ok":
                     yield Finding(
-                        finding.area, finding.level, f"engine {pid}: {finding.text}", finding.remedy
+                        finding.area, finding.level, f"engine {pid}: {finding.text}", finding.fix
                     )

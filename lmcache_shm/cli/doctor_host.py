@@ -1,24 +1,54 @@
-"""The host's side of `doctor`: shared memory, limits of the container and the user, pages, NUMA."""
+"""What `doctor` finds on this host: shared memory, limits, pages, NUMA, the runtime directory, leftovers."""
 
 import contextlib
 import os
 import re
 import resource
+import stat
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from lmcache_shm.arena.errors import ArenaError
+from lmcache_shm.arena.leftovers import Leftover, foreigners, leftovers
 from lmcache_shm.arena.memory import SHM_DIR, Limit, check_room, limits
 from lmcache_shm.arena.memory import huge_pages as arena_pages
-from lmcache_shm.cli.figures import size
-from lmcache_shm.cli.findings import Finding, note, ok, problem
+from lmcache_shm.cli.formatting import size
 
 DOCKER_DEFAULT_SHM = 64 << 20
 FIRST_NORMAL_UID = 1000
 FEW_FILES = 1024
 """A server has up to three descriptors per connection, and 128 connections."""
+Level = Literal["ok", "note", "problem"]
 
 
+@dataclass(frozen=True)
+class Finding:
+    """One result of a check. `area` groups findings; `fix` is what to type or do, "" when nothing is to fix."""
+
+    area: str
+    level: Level
+    text: str
+    fix: str = ""
+
+    def as_json(self) -> dict[str, str]:
+        return {"area": self.area, "level": self.level, "text": self.text, "remedy": self.fix}
+
+
+def ok(area: str, text: str) -> Finding:
+    return Finding(area, "ok", text)
+
+
+def note(area: str, text: str, fix: str = "") -> Finding:
+    return Finding(area, "note", text, fix)
+
+
+def problem(area: str, text: str, fix: str) -> Finding:
+    return Finding(area, "problem", text, fix)
+
+
+# ---------------------------------------------------------------------------------------------- host
 def examine_host(
     wanted_bytes: int, *, has_arena: bool, root: Path = Path("/")
 ) -> Iterator[Finding]:
@@ -38,7 +68,7 @@ def shared_memory(
     bounds: Sequence[Limit] | None = None,
     total: int | None = None,
 ) -> Iterator[Finding]:
-    """`bounds` and `total` replace what this host says."""
+    """`bounds` and `total` replace this host's values."""
     area = "shared memory"
     try:
         bounds = limits() if bounds is None else bounds
@@ -92,7 +122,7 @@ def users(most: int = 4) -> Iterator[Finding]:
             who = ", ".join(f"{command} ({pid})" for pid, command in mapped.get(name, [])[:3])
             yield ok(
                 "shared memory",
-                f"{SHM_DIR}/{name}: {size(nbytes)}, mapped by {who or 'nobody we can see'}",
+                f"{SHM_DIR}/{name}: {size(nbytes)}, mapped by {who or 'no visible process'}",
             )
 
 
@@ -113,7 +143,7 @@ def _mapped(names: set[str]) -> dict[str, list[tuple[int, str]]]:
 
 
 def log_out(root: Path = Path("/"), uid: int | None = None) -> Iterator[Finding]:
-    """logind deletes the shared memory of a normal user whose last session ends, unless told otherwise."""
+    """logind deletes the shared memory of a normal user whose last session ends, unless RemoveIPC is off."""
     uid = os.geteuid() if uid is None else uid
     if uid < FIRST_NORMAL_UID or not (root / "run/systemd/seats").is_dir():
         return
@@ -190,3 +220,93 @@ def numa(root: Path = Path("/")) -> Iterator[Finding]:
         )
     elif nodes:
         yield ok("NUMA", "one NUMA node")
+
+
+# ---------------------------------------------------------------------------------- runtime directory
+def runtime_directory(path: Path, instance: str) -> Iterator[Finding]:
+    """Is the directory of the socket safe and usable?"""
+    area, elsewhere = "runtime directory", "export LMCACHE_SHM_RUNTIME_DIR=$HOME/.lmcache-shm"
+    socket_bytes = len(os.fsencode(path / f"{instance}.sock"))
+    if socket_bytes > 107:  # sockaddr_un
+        yield problem(
+            area,
+            f"the socket's path in {path} has {socket_bytes} bytes, 107 are allowed",
+            elsewhere,
+        )
+        return
+    try:
+        facts = path.lstat()
+    except FileNotFoundError:
+        parent = next((p for p in path.parents if p.exists()), Path("/"))
+        if os.access(parent, os.W_OK | os.X_OK):
+            yield ok(area, f"{path} does not exist yet; the first server makes it")
+        else:
+            yield problem(area, f"{path} does not exist and {parent} is not writable", elsewhere)
+        return
+    except OSError as error:
+        yield problem(area, f"{path}: {error.strerror}", elsewhere)
+        return
+    if not stat.S_ISDIR(facts.st_mode):
+        yield problem(area, f"{path} is not a directory (a link is not taken)", f"rm {path}")
+    elif facts.st_uid != os.geteuid():
+        yield problem(
+            area,
+            f"{path} belongs to uid {facts.st_uid}, we are uid {os.geteuid()}: servers and engines "
+            "of one cache run as one user",
+            elsewhere,
+        )
+    elif facts.st_mode & 0o700 != 0o700:
+        yield problem(area, f"{path} has mode {facts.st_mode & 0o777:o}", f"chmod 700 {path}")
+    elif facts.st_mode & 0o077:
+        yield problem(
+            area,
+            f"{path} is open to other users (mode {facts.st_mode & 0o777:o})",
+            f"chmod 700 {path}",
+        )
+    else:
+        yield ok(area, f"{path}, mode 700")
+
+
+# ------------------------------------------------------------------------------------------ leftovers
+def owner(instance: str, folder: Path) -> int:
+    """Pid of the live server that has this instance's arena or lock; 0 if none has (or it is unknown)."""
+    return max(
+        (entry.pid for entry in leftovers(folder) if entry.live and entry.instance == instance),
+        default=0,
+    )
+
+
+def has_arena(instance: str, folder: Path) -> bool:
+    """Whether this instance has its memory already: of a live server, or left for the next one."""
+    return any(entry.kind == "data" and entry.instance == instance for entry in leftovers(folder))
+
+
+def examine_leftovers(folder: Path) -> Iterator[Finding]:
+    """Findings about files whose server is gone."""
+    dead: dict[str, list[Leftover]] = {}
+    for entry in leftovers(folder):
+        if not entry.live:
+            dead.setdefault(entry.instance, []).append(entry)
+    for instance, entries in dead.items():
+        held = sum(entry.nbytes for entry in entries if entry.kind in {"data", "meta"})
+        what = entries[0].note
+        if held:
+            yield note(
+                "leftovers",
+                f"instance {instance} has no server, and {size(held)} in /dev/shm ({what})",
+                f"lmcache-shm server --instance {instance} …   takes it over warm; lmcache-shm purge removes it",
+            )
+        else:
+            yield note("leftovers", f"instance {instance}: {what}", "lmcache-shm purge")
+    if not dead:
+        yield ok("leftovers", "nothing of dead servers")
+    for other in foreigners():
+        text = f"{other.path} ({size(other.nbytes)}) {other.why}"
+        if other.in_the_way_of:
+            yield problem(
+                "leftovers",
+                f"{text}: no server of instance {other.in_the_way_of} can start",
+                f"have its owner remove it (rm -r {other.path}), or: lmcache-shm server --instance OTHER",
+            )
+        else:
+            yield ok("leftovers", f"{text}: it is left alone")

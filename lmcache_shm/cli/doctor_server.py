@@ -1,7 +1,6 @@
-"""The server's side of `doctor`: where it listens, what dead ones left, how a live one does."""
+"""What `doctor` finds at a server: why none answers, or whether it is whole, is used, and helps."""
 
 import os
-import stat
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -9,79 +8,27 @@ from typing import Any
 from lmcache_shm import __version__
 from lmcache_shm.arena.memory import SHM_DIR
 from lmcache_shm.arena.processes import stat as process_stat
-from lmcache_shm.cli.backing import REMEDY, of_snapshot
-from lmcache_shm.cli.doctor_use import compare_namespaces, examine_use
-from lmcache_shm.cli.figures import duration
-from lmcache_shm.cli.findings import Finding, note, ok, problem
+from lmcache_shm.cli.command import connect
+from lmcache_shm.cli.doctor_host import Finding, note, ok, problem
+from lmcache_shm.cli.formatting import RESERVE_FIX, count, duration, percent, reserved_of, unshared
 from lmcache_shm.client.connection import (
     NOT_OURS,
-    Connection,
     ControlError,
     DeadlineExceeded,
     ProtocolError,
     Refused,
 )
-from lmcache_shm.protocol.messages import (
-    PROTOCOL,
-    Check,
-    CheckReply,
-    Hello,
-    HelloReply,
-    Status,
-    StatusReply,
-)
+from lmcache_shm.protocol.messages import Check, CheckReply, HelloReply, Status, StatusReply
 
 Snapshot = Mapping[str, Any]
-
-
-# ---------------------------------------------------------------------------------- runtime directory
-def runtime_directory(path: Path, instance: str) -> Iterator[Finding]:
-    """Is the directory of the socket safe and usable?"""
-    area, elsewhere = "runtime directory", "export LMCACHE_SHM_RUNTIME_DIR=$HOME/.lmcache-shm"
-    socket_bytes = len(os.fsencode(path / f"{instance}.sock"))
-    if socket_bytes > 107:  # sockaddr_un
-        yield problem(
-            area,
-            f"the socket's path in {path} has {socket_bytes} bytes, 107 are allowed",
-            elsewhere,
-        )
-        return
-    try:
-        facts = path.lstat()
-    except FileNotFoundError:
-        parent = next((p for p in path.parents if p.exists()), Path("/"))
-        if os.access(parent, os.W_OK | os.X_OK):
-            yield ok(area, f"{path} does not exist yet; the first server makes it")
-        else:
-            yield problem(area, f"{path} does not exist and {parent} is not writable", elsewhere)
-        return
-    except OSError as error:
-        yield problem(area, f"{path}: {error.strerror}", elsewhere)
-        return
-    if not stat.S_ISDIR(facts.st_mode):
-        yield problem(area, f"{path} is not a directory (a link is not taken)", f"rm {path}")
-    elif facts.st_uid != os.geteuid():
-        yield problem(
-            area,
-            f"{path} belongs to uid {facts.st_uid}, we are uid {os.geteuid()}: servers and engines "
-            "of one cache run as one user",
-            elsewhere,
-        )
-    elif facts.st_mode & 0o700 != 0o700:
-        yield problem(area, f"{path} has mode {facts.st_mode & 0o777:o}", f"chmod 700 {path}")
-    elif facts.st_mode & 0o077:
-        yield problem(
-            area,
-            f"{path} is open to other users (mode {facts.st_mode & 0o777:o})",
-            f"chmod 700 {path}",
-        )
-    else:
-        yield ok(area, f"{path}, mode 700")
+SHORT_LIFE_S = 60.0
+"""A cache whose coldest chunk is younger than this turns over too fast to be of use."""
+ENOUGH_LOOKUPS = 3
 
 
 # ------------------------------------------------------------------------------------------- no answer
 def no_answer(path: Path, instance: str, owner: int, error: ControlError) -> Iterator[Finding]:
-    """Nobody serves this instance for us: why? `owner`: pid of the arena's live owner, 0 if there is none."""
+    """Why no server answers for this instance. `owner`: pid of the arena's live owner, 0 if there is none."""
     area = "server"
     if isinstance(error, Refused) and error.code == NOT_OURS:
         yield problem(area, str(error), f"rm {path}, or another --runtime-dir")
@@ -149,8 +96,7 @@ def _sockets() -> list[Path]:
 # -------------------------------------------------------------------------------------------- a server
 def greet(path: Path, deadline_s: float = 3.0) -> tuple[HelloReply, Snapshot, list[str]]:
     """(greeting, snapshot, what `check` finds) of the server at `path`. Raises ControlError."""
-    hello = Hello(PROTOCOL, "tool", "", os.getpid(), {"command": "doctor"})
-    connection = Connection.open(str(path), hello, deadline_s)
+    connection = connect(path, "doctor", deadline_s)
     try:
         snapshot = connection.call(Status(), StatusReply).snapshot
         findings = connection.call(Check(), CheckReply, 30.0).findings
@@ -180,8 +126,8 @@ def health(hello: HelloReply, snapshot: Snapshot, broken: list[str]) -> Iterator
             "share it: docker run --ipc=host (or --ipc=container:SERVER) for both",
         )
     arena = snapshot["arena"]
-    if backing := of_snapshot(arena):
-        yield ok(area, backing) if arena["growing"] else problem(area, backing, REMEDY)
+    if backing := reserved_of(arena):
+        yield ok(area, backing) if arena["growing"] else problem(area, backing, RESERVE_FIX)
     if broken:
         yield problem(
             area,
@@ -241,3 +187,88 @@ def _engines_of(snapshot: Snapshot) -> Iterator[Finding]:
                 f"{title} is gone; {client['quarantined']} slots stay in quarantine until its workers end",
                 "end what is left of that engine" if not stopped else "",
             )
+
+
+# ----------------------------------------------------------------------------------------- is it used
+def examine_use(snapshot: Snapshot) -> Iterator[Finding]:
+    """Does it help, and if not, why?"""
+    counters, misses, arena = snapshot["counters"], snapshot["misses"], snapshot["arena"]
+    area, asked, served = "use", counters["query_tokens"], counters["hit_tokens"]
+    if asked:
+        yield ok(
+            area,
+            f"{percent(served, asked)} of {count(asked)} looked-up tokens were served from the arena",
+        )
+    if counters["acquires"] >= ENOUGH_LOOKUPS and not served:
+        ranked = sorted(((n, reason) for reason, n in misses.items() if n), reverse=True)
+        reason = ranked[0][1] if ranked else "never_seen"
+        text, fix = WHY_NO_HITS.get(
+            reason, (reason.replace("_", " "), "see docs/troubleshooting.md")
+        )
+        yield problem(area, f"{counters['acquires']} look-ups and no hit: {text}", fix)
+    for reason, (text, fix) in ENGINE_SIDE.items():
+        if misses.get(reason):
+            yield note(area, f"{misses[reason]} times {text}", fix)
+    if counters["stores_skipped_full"] and not arena.get("growing"):  # more room is on its way
+        yield problem(
+            area,
+            f"{counters['stores_skipped_full']} stores found no room that was not in use",
+            _larger(arena["data_bytes"]),
+        )
+    age = arena.get("coldest_age_s")
+    if counters["evictions"] and age is not None and age < SHORT_LIFE_S:
+        yield problem(
+            area,
+            f"the oldest chunk was used {duration(age)} ago: the arena turns over too fast to serve much",
+            _larger(arena["data_bytes"]),
+        )
+
+
+def _larger(data_bytes: int) -> str:
+    return f"lmcache-shm server --l1-size-gb {data_bytes * 2 / 2**30:g}"
+
+
+WHY_NO_HITS = {
+    "never_seen": (
+        "the prompts share no whole chunk with what was stored",
+        "compare prompt lengths with the chunk size; send one prompt twice to test (docs/troubleshooting.md)",
+    ),
+    "evicted": (
+        "chunks are evicted before they are asked for",
+        "start the server with a larger --l1-size-gb",
+    ),
+    "other_namespace": (
+        "the chunks were stored by an engine of other settings",
+        "lmcache-shm status   (shows what differs between the namespaces)",
+    ),
+    "incomplete_group": (
+        "one of the model's cache groups misses its part of each prefix",
+        "probe the model: lmcache-shm probe MODEL, and use the step budget that it prints",
+    ),
+    "identity": (
+        "the same tokens were stored under another cache salt, adapter or image",
+        "use the same cache_salt if the users may share",
+    ),
+    "collision": (
+        "the same tokens were stored under another cache salt, adapter or image",
+        "use the same cache_salt if the users may share",
+    ),
+}
+ENGINE_SIDE = {
+    "no_server": ("an engine looked up while there was no server", "keep the server running"),
+    "deadline": (
+        "the server answered too late",
+        'give it a free CPU, or raise "lmcache_shm.deadline_ms"',
+    ),
+    "lease_limit": ("too much was pinned at once", "lower --max-num-seqs of the engine"),
+}
+
+
+def compare_namespaces(snapshot: Snapshot) -> Iterator[Finding]:
+    """One model in several namespaces: engines that could share, and do not."""
+    for name, first, other, differing in unshared(snapshot["namespaces"]):
+        yield note(
+            "use",
+            f"{name}: namespaces {first} and {other} share nothing: {'; '.join(differing[:4]) or 'see status'}",
+            "start the engines with equal settings if they should share",
+        )

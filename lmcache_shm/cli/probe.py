@@ -31,7 +31,7 @@ KIND = {
 
 
 class ProbeError(RuntimeError):
-    """vLLM could not resolve the model here; the text says why."""
+    """vLLM could not resolve the model here; with vLLM's reason."""
 
 
 @dataclass(frozen=True)
@@ -78,14 +78,14 @@ def resolve(model: str, args: list[str], platform: str = "auto", timeout_s: floa
 
 
 def _last_words(log: str) -> str:
-    """The line of a dead process's output that tells most."""
+    """The most telling line of a dead process's output."""
     if "No module named 'vllm'" in log:
         return (
             "vLLM is not installed in this environment; run probe where vLLM is: pip install vllm"
         )
     lines = [line.strip() for line in log.splitlines() if line.strip()]
-    told = [line for line in lines if "error:" in line or "Error" in line] or lines
-    return told[-1] if told else "vLLM's configuration ended without a word"
+    errors = [line for line in lines if "error:" in line or "Error" in line] or lines
+    return errors[-1] if errors else "vLLM's configuration ended without a word"
 
 
 def advise(model: str, args: list[str], facts: Any) -> Advice:
@@ -143,7 +143,7 @@ def _warnings(facts: Any) -> list[str]:
 
 
 def show(facts: Any, advice: Advice, console: Console) -> None:
-    """Print it for people."""
+    """Print it as text."""
     where = f"{facts['platform']} ({facts['device']})" if facts["device"] else facts["platform"]
     if facts["platform"] == facts["device"]:
         where = f"{facts['platform']} (this machine)"

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from lmcache_shm import __version__, log
 from lmcache_shm.cli.app import CommandError
-from lmcache_shm.cli.options import flags
+from lmcache_shm.cli.command import flags
 from lmcache_shm.config import OPTIONS, SERVER, Config, server_config
 
 if TYPE_CHECKING:
@@ -28,13 +28,13 @@ def server(**given: Any) -> None:
 
 
 def main(config: Config) -> None:
-    """Run a server. Raises CommandError with one line for people."""
+    """Run a server. Raises CommandError with one line for the user."""
     # numpy and more, which --help does not need
     from lmcache_shm.arena.errors import ArenaError  # noqa: PLC0415
     from lmcache_shm.client.reconnect import socket_path  # noqa: PLC0415
     from lmcache_shm.server.process import run  # noqa: PLC0415
 
-    log.setup(config.log_format, config.log_level, patient=True)
+    log.setup(config.log_format, config.log_level, threaded=True)
     signal.signal(signal.SIGTERM, _give_up)  # until the server has a handler that ends it in order
     path = socket_path(config)
 
@@ -93,8 +93,7 @@ def announce(
 ) -> None:
     """Print that the server is ready, its arena, and the next command: the first lines on stdout."""
     from lmcache_shm.arena.segment import shm_path  # noqa: PLC0415  (numpy)
-    from lmcache_shm.cli.backing import told  # noqa: PLC0415
-    from lmcache_shm.cli.figures import size  # noqa: PLC0415
+    from lmcache_shm.cli.formatting import reserved_size, size  # noqa: PLC0415
 
     arena = service.arena
     if config.log_format == "json":
@@ -113,7 +112,7 @@ def announce(
         return
     chunks = f"{config.chunk_size} tokens" if config.chunk_size else "as each model needs (auto)"
     end = "kept" if config.keep_arena else "removed"
-    backing = told(arena.backed_bytes, arena.data_bytes, growing=arena.growing)
+    backing = reserved_size(arena.backed_bytes, arena.data_bytes, growing=arena.growing)
     lines = [
         f"lmcache-shm {__version__}: instance {config.instance} is ready (pid {os.getpid()})",
         f"  arena   {shm_path(arena.data_name)}, {size(arena.data_bytes)}, {_found(adopted)}; {end} at the end",

@@ -18,14 +18,13 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.live import Live
 
 from lmcache_shm.cli.app import CommandError
-from lmcache_shm.cli.options import flags
-from lmcache_shm.cli.top_history import History
+from lmcache_shm.cli.command import INSTANCE, connect, flags
 from lmcache_shm.cli.top_tables import SORTS
-from lmcache_shm.cli.top_view import View, frame, joined
+from lmcache_shm.cli.top_view import History, View, frame, joined
 from lmcache_shm.client.connection import Connection, ControlError
 from lmcache_shm.client.reconnect import socket_path
 from lmcache_shm.config import Config, server_config
-from lmcache_shm.protocol.messages import PROTOCOL, Hello, Status, StatusReply
+from lmcache_shm.protocol.messages import Status, StatusReply
 
 ANSWER_S = 2.0
 """A server that is silent for longer counts as lost; it is asked again at the next interval."""
@@ -33,7 +32,7 @@ ANSWER_S = 2.0
 Snapshot = Mapping[str, Any]
 
 
-@flags(["instance", "runtime_dir"])
+@flags(INSTANCE)
 def top(
     *,
     once: Annotated[bool, typer.Option("--once", help="Print one frame and end.")] = False,
@@ -75,8 +74,7 @@ class Source:
         """A snapshot. Raises ControlError when there is no answer; the next call tries anew."""
         try:
             if self._connection is None:
-                hello = Hello(PROTOCOL, "tool", "", os.getpid(), {"command": "top"})
-                self._connection = Connection.open(str(self.path), hello, ANSWER_S)
+                self._connection = connect(self.path, "top", ANSWER_S)
             return self._connection.call(Status(), StatusReply).snapshot
         except ControlError:
             self.close()
@@ -158,7 +156,7 @@ class Screen:
         yield joined(frame(self.shown or self.snapshot, self.history, view))
 
     def press(self, letter: str) -> bool:
-        """Do what a key says; False: quit."""
+        """Act on a key; False: quit."""
         view = self.view
         if letter in {"q", "Q", "\x03", "\x04"}:
             return False

@@ -1,10 +1,12 @@
 """One frame of the live view: a pure function of the snapshot, its history and the view's settings.
 
-A frame is exactly `height` lines of exactly `width` cells (0: as many lines as there is to tell), so it is
-right in any terminal without asking for one. What does not fit is left out from the least important:
+A frame is exactly `height` lines of exactly `width` cells (0: as many lines as there are), so it needs no
+terminal to be drawn. What does not fit is left out from the least important:
 sections have a least and a wanted number of lines, and share what the fixed lines leave.
 """
 
+import itertools
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,10 +14,18 @@ from typing import Any
 from rich.text import Text
 
 from lmcache_shm.cli import top_tables as tables
-from lmcache_shm.cli.figures import count, duration, percent, size, sparkline
-from lmcache_shm.cli.top_history import History
-from lmcache_shm.cli.top_lines import DIM, Cell, beside, ends, line, title
-from lmcache_shm.cli.top_slabs import legend, picture, slabs_per_cell
+from lmcache_shm.cli.formatting import count, duration, percent, size, sparkline
+from lmcache_shm.cli.top_tables import (
+    DIM,
+    Cell,
+    beside,
+    ends,
+    legend,
+    line,
+    picture,
+    slabs_per_cell,
+    title,
+)
 
 WIDE = 132
 """From this width on there are two columns."""
@@ -26,8 +36,118 @@ MINUTES_S = 300.0
 ASCII = str.maketrans("█▓▒░·◆■─…▁▂▃▄▅▆▇", "#%=-.*#-~_.:-=+*")
 
 Snapshot = Mapping[str, Any]
+KEEP_S = 600.0
 
 
+# ----------------------------------------------------------------------------------------- the history
+@dataclass(frozen=True)
+class Sample:
+    at: float
+    """Seconds, of the caller's monotonic clock."""
+    boot: str
+    counters: Mapping[str, float]
+
+
+class History:
+    """Samples of one server, across its restarts: counters then begin again from 0, which is no loss."""
+
+    def __init__(self, keep_s: float = KEEP_S) -> None:
+        self._keep_s = keep_s
+        self._samples: deque[Sample] = deque()
+        self.restarts = 0
+        """How often the boot id changed while we were looking."""
+
+    def add(self, at: float, snapshot: Mapping[str, Any]) -> None:
+        """Remember a snapshot's counters; `at` never goes back."""
+        boot = str(snapshot["server"]["boot"])
+        if self._samples and self._samples[-1].boot != boot:
+            self.restarts += 1
+        self._samples.append(Sample(at, boot, _flat(snapshot)))
+        while self._samples[0].at < at - self._keep_s:
+            self._samples.popleft()
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    def gained(self, name: str, over_s: float) -> tuple[float, float]:
+        """(what counter `name` gained, seconds it took) in the last `over_s`, at least one interval."""
+        samples = list(self._samples)
+        if len(samples) < 2:
+            return 0.0, 0.0
+        start = samples[-1].at - over_s
+        gain = 0.0
+        for k in range(len(samples) - 1, 0, -1):
+            gain += _step(samples[k - 1], samples[k], name)
+            if samples[k - 1].at <= start:
+                break
+        return gain, samples[-1].at - samples[k - 1].at
+
+    def rate(self, name: str, over_s: float) -> float | None:
+        """Per second over the last `over_s`; None before there are two samples."""
+        gain, seconds = self.gained(name, over_s)
+        return gain / seconds if seconds > 0 else None
+
+    def ratio(self, part: str, whole: str, over_s: float) -> float | None:
+        """Gain of one counter over another's; None when the other gained nothing."""
+        of = self.gained(whole, over_s)[0]
+        return self.gained(part, over_s)[0] / of if of > 0 else None
+
+    def rates(self, name: str, points: int, over_s: float) -> list[float | None]:
+        """Per second, in `points` equal intervals that end now; None where there is no sample."""
+        return [
+            gain / seconds if seconds > 0 else None
+            for gain, seconds in self._bins([name], points, over_s)[0]
+        ]
+
+    def ratios(self, part: str, whole: str, points: int, over_s: float) -> list[float | None]:
+        """`part` over `whole` in `points` equal intervals that end now; None where `whole` stood still."""
+        parts, wholes = self._bins([part, whole], points, over_s)
+        return [a / b if b > 0 else None for (a, _), (b, _) in zip(parts, wholes, strict=True)]
+
+    def _bins(
+        self, names: Sequence[str], points: int, over_s: float
+    ) -> list[list[tuple[float, float]]]:
+        """By name and bin: (gain, seconds observed); a gain is spread evenly over its interval."""
+        bins = [[(0.0, 0.0)] * points for _ in names]
+        samples = list(self._samples)
+        if len(samples) < 2 or points < 1:
+            return bins
+        # Bins are aligned to whole multiples of their width, so that a picture shifts and does not flicker.
+        width = over_s / points
+        first = int(samples[-1].at / width) - points + 1
+        for before, after in itertools.pairwise(samples):
+            gains = [_step(before, after, name) for name in names]
+            length = after.at - before.at
+            if length <= 0:
+                continue
+            for slot in range(int(before.at / width), int(after.at / width) + 1):
+                overlap = min(after.at, (slot + 1) * width) - max(before.at, slot * width)
+                if overlap <= 0 or not 0 <= slot - first < points:
+                    continue
+                for row, gain in zip(bins, gains, strict=True):
+                    had, seconds = row[slot - first]
+                    row[slot - first] = had + gain * overlap / length, seconds + overlap
+        return bins
+
+
+def _flat(snapshot: Mapping[str, Any]) -> dict[str, float]:
+    """All counters; those of namespace 2's group 0 as ``2/0/hits``."""
+    flat: dict[str, float] = dict(snapshot["counters"])
+    for namespace in snapshot["namespaces"]:
+        for index, group in enumerate(namespace["groups"]):
+            for name in ("served", "misses", "evictions"):
+                flat[f"{namespace['id']}/{index}/{name}"] = group.get(name, 0)
+    return flat
+
+
+def _step(before: Sample, after: Sample, name: str) -> float:
+    now = after.counters.get(name, 0.0)
+    if after.boot != before.boot:
+        return now  # since the restart
+    return max(now - before.counters.get(name, 0.0), 0.0)
+
+
+# ------------------------------------------------------------------------------------------- the frame
 @dataclass(frozen=True)
 class View:
     """What the viewer chose and where the view is shown."""
@@ -42,7 +162,7 @@ class View:
     lost_s: float | None = None
     """Since when no server has answered; None: it answers."""
     keys: bool = True
-    """Whether there is a keyboard: then the last line tells the keys."""
+    """Whether there is a keyboard: then the last line shows the keys."""
     help: bool = False
 
 
@@ -240,7 +360,7 @@ def _fill(sections: Sequence[Section], room: int, width: int) -> list[Text]:
     given = [len(section.lines) if not room else 0 for section in sections]
     left = room
     for k, section in enumerate(sections if room else ()):
-        if left >= 2:  # a title alone tells nothing
+        if left >= 2:  # a title alone is useless
             given[k] = min(section.least, len(section.lines), left - 1)
             left -= given[k] + 1
     for k, section in enumerate(sections if room else ()):

@@ -1,14 +1,13 @@
 """``lmcache-shm verify``: does this deployment answer alike with and without the cache?
 
 Cold run, reset of vLLM's own prefix cache (the arena keeps what it has), warm run. Our server's
-counters tell whether the warm run was really served from the arena. Exit status 0: served, and the
+counters show whether the warm run was really served from the arena. Exit status 0: served, and the
 scores agree; 1: they differ, or nothing was served; 2: the check could not be made.
 """
 
 import json
 import secrets
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any
 
@@ -17,9 +16,9 @@ from rich.console import Console
 from rich.table import Table
 
 from lmcache_shm.cli.app import CommandError
-from lmcache_shm.cli.options import flags
+from lmcache_shm.cli.command import INSTANCE, flags
 from lmcache_shm.cli.verify_api import Answer, Deployment, VerifyError, counters, settled
-from lmcache_shm.cli.verify_tasks import TASKS, accuracy, drift, equal_tokens, in_common
+from lmcache_shm.cli.verify_tasks import TASKS, accuracy, drift, equal_tokens, evaluate, in_common
 from lmcache_shm.config import Config, server_config
 
 MAX_TOKENS = 24
@@ -33,7 +32,7 @@ RANKING_TOLERANCE = (
 
 @dataclass(frozen=True)
 class Score:
-    """A figure of both runs that must agree within `tolerance`."""
+    """A value of both runs that must agree within `tolerance`."""
 
     name: str
     cold: float
@@ -98,9 +97,8 @@ def run(
         ]
         verdict.tokens_equal = equal_tokens(cold, warm)
     else:
-        evaluate = _lm_eval(task)
         first, second = _twice(
-            lambda: evaluate(deployment, task, limit, salt), deployment, config, verdict
+            lambda: _lm_eval(deployment, task, limit, salt), deployment, config, verdict
         )
         for name in first.keys() & second.keys():
             verdict.scores.append(Score(name, first[name], second[name], tolerance))
@@ -108,15 +106,14 @@ def run(
     return verdict
 
 
-def _lm_eval(task: str) -> Callable[..., dict[str, float]]:
+def _lm_eval(deployment: Deployment, task: str, limit: int, salt: str) -> dict[str, float]:
     try:
-        from lmcache_shm.cli.verify_lm_eval import evaluate  # noqa: PLC0415  (an optional extra)
+        return evaluate(deployment, task, limit, salt)
     except ModuleNotFoundError as error:
         raise VerifyError(
             f"--task {task} is none of {', '.join(TASKS)}, and for tasks of lm_eval the package "
             f"{error.name} is missing: pip install 'lmcache-shm[verify]'"
         ) from None
-    return evaluate
 
 
 def _twice(once: Any, deployment: Deployment, config: Config, verdict: Verdict) -> tuple[Any, Any]:
@@ -147,7 +144,7 @@ def _judge(verdict: Verdict) -> None:
     if verdict.served_tokens <= 0:
         verdict.complaints.append(
             "nothing was served from the arena: is the engine started with LMCacheShmConnector, and on "
-            "this instance? (lmcache-shm doctor tells why)"
+            "this instance? (lmcache-shm doctor finds out why)"
         )
     for score in verdict.scores:
         if not score.agrees:
@@ -158,7 +155,7 @@ def _judge(verdict: Verdict) -> None:
 
 
 def show(verdict: Verdict, console: Console) -> None:
-    """Print it for people."""
+    """Print it as text."""
     console.print(f"{verdict.model}, task {verdict.task}", markup=False, soft_wrap=True)
     table = Table(box=None, pad_edge=False)
     table.add_column("")
@@ -181,7 +178,7 @@ def show(verdict: Verdict, console: Console) -> None:
         console.print("OK: served from the arena, and the answers agree", style="green")
 
 
-@flags(["instance", "runtime_dir"])
+@flags(INSTANCE)
 def verify(
     base_url: Annotated[
         str, typer.Option(help="Where `vllm serve` listens.")

@@ -9,17 +9,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from lmcache_shm.client.connection import Connection, ControlError
+from lmcache_shm.cli.command import connect
+from lmcache_shm.client.connection import ControlError
 from lmcache_shm.client.reconnect import socket_path
 from lmcache_shm.config import Config
-from lmcache_shm.protocol.messages import PROTOCOL, Hello, Status, StatusReply
+from lmcache_shm.protocol.messages import Status, StatusReply
 
 TOP = 5  # logprobs per token; the most that every deployment allows
 RESET_S = 30.0
 
 
 class VerifyError(RuntimeError):
-    """The check could not be made; one line that says what to do."""
+    """The check could not be made; one line with what to do."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class Deployment:
     """A running ``vllm serve``."""
 
     def __init__(self, base_url: str, api_key: str = "", timeout_s: float = 600.0) -> None:
-        """`base_url` with or without ``/v1``. Raises VerifyError when nobody answers there."""
+        """`base_url` with or without ``/v1``. Raises VerifyError without an answer."""
         self.url = base_url.rstrip("/").removesuffix("/v1")
         self.timeout_s = timeout_s
         if not self.url.startswith(("http://", "https://")):
@@ -125,9 +126,8 @@ def _reason(error: Exception) -> object:
 
 def counters(config: Config) -> Any:
     """The snapshot of the cache server of `config.instance`. Raises VerifyError when there is none."""
-    path = str(socket_path(config))
     try:
-        connection = Connection.open(path, Hello(PROTOCOL, "tool"))
+        connection = connect(socket_path(config), "verify", 30.0)
         try:
             return connection.call(Status(), StatusReply).snapshot
         finally:

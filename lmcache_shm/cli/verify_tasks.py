@@ -7,82 +7,25 @@ is the same in both runs whatever was generated; that sees a wrong cache in any 
 """
 
 import hashlib
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
-from lmcache_shm.cli.verify_api import Answer
+from lmcache_shm.cli.verify_api import Answer, Deployment, VerifyError
 
 FAMILIES = 4  # prefixes; the prompts are dealt over them
 WORDS = [
-    "amber",
-    "anchor",
-    "apple",
-    "arrow",
-    "badge",
-    "basket",
-    "beacon",
-    "bridge",
-    "button",
-    "candle",
-    "canyon",
-    "carpet",
-    "castle",
-    "cedar",
-    "circle",
-    "copper",
-    "cotton",
-    "dragon",
-    "eagle",
-    "engine",
-    "falcon",
-    "feather",
-    "forest",
-    "garden",
-    "glacier",
-    "hammer",
-    "harbor",
-    "island",
-    "jacket",
-    "kettle",
-    "ladder",
-    "lantern",
-    "lemon",
-    "marble",
-    "meadow",
-    "mirror",
-    "needle",
-    "ocean",
-    "orange",
-    "paper",
-    "pearl",
-    "pepper",
-    "pillow",
-    "planet",
-    "pocket",
-    "quarry",
-    "ribbon",
-    "river",
-    "rocket",
-    "saddle",
-    "silver",
-    "spider",
-    "stone",
-    "sugar",
-    "summer",
-    "temple",
-    "thunder",
-    "tiger",
-    "timber",
-    "tunnel",
-    "valley",
-    "velvet",
-    "violet",
-    "walnut",
-    "window",
-    "winter",
-    "yellow",
-    "zebra",
-]
+    "amber", "anchor", "apple", "arrow", "badge", "basket", "beacon", "bridge", "button",
+    "candle", "canyon", "carpet", "castle", "cedar", "circle", "copper", "cotton", "dragon",
+    "eagle", "engine", "falcon", "feather", "forest", "garden", "glacier", "hammer", "harbor",
+    "island", "jacket", "kettle", "ladder", "lantern", "lemon", "marble", "meadow", "mirror",
+    "needle", "ocean", "orange", "paper", "pearl", "pepper", "pillow", "planet", "pocket",
+    "quarry", "ribbon", "river", "rocket", "saddle", "silver", "spider", "stone", "sugar",
+    "summer", "temple", "thunder", "tiger", "timber", "tunnel", "valley", "velvet", "violet",
+    "walnut", "window", "winter", "yellow", "zebra",
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -173,7 +116,7 @@ def in_common(cold: Sequence[Answer], warm: Sequence[Answer]) -> float:
     """Mean over the prompts of the share of likeliest first tokens that both runs list.
 
     In a flat distribution all logprobs are close to each other, so drift is small whatever happens;
-    there the ranking tells.
+    there the ranking shows a difference.
     """
     shares = [
         len(one.first.keys() & two.first.keys()) / max(len(one.first), len(two.first))
@@ -187,3 +130,60 @@ def equal_tokens(cold: Sequence[Answer], warm: Sequence[Answer]) -> float:
     """Share of prompts for which both runs generated the same tokens."""
     same = [one.tokens == two.tokens for one, two in zip(cold, warm, strict=True)]
     return sum(same) / len(same) if same else 1.0
+
+
+# --------------------------------------------------------------------------------------- tasks of lm_eval
+def evaluate(deployment: Deployment, task: str, limit: int, salt: str) -> dict[str, float]:
+    """Metrics of the first `limit` documents of a task: a name that lm_eval knows, or NAME.yaml.
+
+    Only generation tasks make sense: for log-likelihoods of a prompt vLLM computes all of the prompt.
+    Raises ModuleNotFoundError without the extra ``verify``, and VerifyError when lm_eval has no such task or
+    cannot load its data.
+    """
+    from lm_eval import simple_evaluate  # noqa: PLC0415
+    from lm_eval.models.openai_completions import LocalCompletionsAPI  # noqa: PLC0415
+    from lm_eval.tasks import TaskManager  # noqa: PLC0415
+
+    class SaltedCompletions(LocalCompletionsAPI):  # type: ignore[misc]
+        """lm_eval's client, whose prompts share no cache entry with anybody else's."""
+
+        def _create_payload(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+            payload: dict[str, Any] = super()._create_payload(*args, **kwargs)
+            return payload | {"cache_salt": salt}
+
+    logging.getLogger("lm_eval").setLevel(logging.WARNING)
+    model = SaltedCompletions(
+        model=deployment.model,
+        base_url=f"{deployment.url}/v1/completions",
+        tokenizer_backend=None,  # prompts go as text; vLLM has the tokenizer
+        tokenized_requests=False,
+        max_length=deployment.max_model_len,
+        timeout=int(deployment.timeout_s),
+    )
+    path = Path(task)
+    own = path.suffix == ".yaml" and path.is_file()
+    manager = TaskManager(include_path=str(path.parent) if own else None)
+    name = path.stem if own else task
+    try:
+        results = simple_evaluate(
+            model=model,
+            tasks=[name],
+            task_manager=manager,
+            limit=limit,
+            bootstrap_iters=0,
+            log_samples=False,
+        )
+    except VerifyError:
+        raise
+    except Exception as error:  # whatever a task's loader raises: no such task, no such data set
+        text = " ".join(str(error).split())[:300]
+        raise VerifyError(f"lm_eval cannot run {task}: {type(error).__name__}: {text}") from error
+    scores = {
+        metric: float(value)
+        for metrics in results["results"].values()
+        for metric, value in metrics.items()
+        if isinstance(value, int | float) and "_stderr" not in metric and metric != "sample_len"
+    }
+    if not scores:
+        raise VerifyError(f"lm_eval gave no score for {task}")
+    return scores

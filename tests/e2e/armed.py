@@ -2,7 +2,7 @@
 
 import json
 
-from tests.faults import failpoints
+from tools.harness import failpoints
 
 
 class Armed:

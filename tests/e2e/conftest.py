@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from tests import leftovers
 from tests.e2e.lab import BENCHES, Lab
+from tools.harness import leftovers
 from tools.tiny_models.zygote import zygotes
 
 

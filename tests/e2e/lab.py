@@ -1,7 +1,6 @@
 """One model's bench: outputs of an engine without any connector, a server, and an engine that uses it."""
 
 import os
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -9,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from tests import leftovers
 from tests.e2e.predict import Rule, World
+from tools.harness import leftovers
+from tools.harness.wait import until
 from tools.server_process import Server, Table
 from tools.tiny_models.process import Engine, Output
 from tools.tiny_models.prompts import tokens
@@ -159,14 +159,12 @@ class Lab:
 
     def wait_connected(self, timeout_s: float = 20.0) -> None:
         """Wait until the engine has registered (again)."""
-        deadline = time.monotonic() + timeout_s
-        while not any(
-            c["connected"] and c["namespace"] >= 0 for c in self.server.status()["clients"]
-        ):
-            assert time.monotonic() < deadline, (
-                f"the engine does not come back\n{self.engine.log_tail()}"
-            )
-            time.sleep(0.02)
+
+        def registered() -> bool:
+            clients = self.server.status()["clients"]
+            return any(c["connected"] and c["namespace"] >= 0 for c in clients)
+
+        until(registered, "the engine comes back (see its log)", timeout_s)
 
     def stored(self, table: Table) -> list[int]:
         """Committed chunks by rule."""

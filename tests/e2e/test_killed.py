@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -11,13 +10,12 @@ from pathlib import Path
 import pytest
 
 from lmcache_shm.arena.layout import PAGE, SlotState
-from tests import leftovers
 from tests.e2e.filler import Filler
 from tests.e2e.lab import BENCHES, LONG, NEW, TOLERANCE, Lab
-from tests.faults import failpoints
-from tests.faults.cluster import until
-from tests.faults.engines import state_of
-from tests.faults.points import TRANSFER
+from tools.harness import failpoints, leftovers
+from tools.harness.engines import state_of
+from tools.harness.points import TRANSFER
+from tools.harness.wait import LONG_S, until
 from tools.tiny_models.process import EngineError, Output
 
 NAMES = ["long", "branch of long", *(f"batch {i}" for i in range(4))]
@@ -57,11 +55,7 @@ def prompts(lab: Lab) -> list[list[int]]:
 def wait_for(lab: Lab, state: SlotState) -> int:
     """Wait until slots are in that state; how many."""
     table = lab.server.table()
-    deadline = time.monotonic() + 60
-    while not len(rows := table.rows(state=state)):
-        assert time.monotonic() < deadline, f"no slot is {state.name}\n{lab.engine.log_tail()}"
-        time.sleep(0.001)
-    return len(rows)
+    return until(lambda: len(table.rows(state=state)), f"a slot is {state.name}", LONG_S)
 
 
 def test_a_killed_server_costs_a_request_no_more_than_half_a_second(lab: Lab) -> None:
@@ -127,7 +121,7 @@ def test_an_engine_that_is_killed_in_the_middle_of_a_copy_leaves_nothing(
     lab.engine.close(ask=False)
     assert strikes(marks) == [COPIER + copy]
     table = lab.server.wait_idle()
-    until(lambda: not len(table.rows(state=SlotState.QUARANTINED)), "quarantine ends")
+    until(lambda: not len(table.rows(state=SlotState.QUARANTINED)), "quarantine ends", LONG_S)
     assert table.rows().tolist() == before.tolist()
     assert lab.server.check() == []
 
@@ -209,8 +203,8 @@ def stopped_load(lab: Lab, marks: Path) -> Iterator[list[Output]]:
     lab.engine.ask("python", code=ARM, spec=failpoints.spec(COPIER + "load", "before", 2, "stop"))
     lab.engine.send("generate", prompts=[lab.prompts["long"]], max_tokens=NEW)
     try:
-        until(lambda: strikes(marks), "the load is stopped")
-        until(lambda: state_of(lab.engine.pid) == "T", "the engine is stopped")
+        until(lambda: strikes(marks), "the load is stopped", LONG_S)
+        until(lambda: state_of(lab.engine.pid) == "T", "the engine is stopped", LONG_S)
         yield answer
     finally:
         os.kill(lab.engine.pid, signal.SIGCONT)
@@ -221,7 +215,7 @@ def stopped_load(lab: Lab, marks: Path) -> Iterator[list[Output]]:
 COPIER = TRANSFER + "strided:RunCopier."
 ARM = """
 import os
-from tests.faults import failpoints
+from tools.harness import failpoints
 failpoints.arm(spec)
 """
 WATCH = """

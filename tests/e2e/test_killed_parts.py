@@ -17,13 +17,12 @@ from typing import Any
 import pytest
 
 from lmcache_shm.arena.layout import SlotState
-from tests import leftovers
 from tests.e2e.deployment import Deployment, NotServedError
 from tests.e2e.lab import LONG, NEW, TOLERANCE
-from tests.faults import failpoints
-from tests.faults.cluster import until
-from tests.faults.engines import state_of
-from tests.faults.points import TRANSFER
+from tools.harness import failpoints, leftovers
+from tools.harness.engines import state_of
+from tools.harness.points import TRANSFER
+from tools.harness.wait import LONG_S, until
 from tools.server_process import Server, Table
 from tools.tiny_models.prompts import tokens
 
@@ -90,7 +89,7 @@ class House:
     def assert_nothing_is_held(self) -> None:
         """No pin, no reservation; what was quarantined is free again."""
         table = self.server.wait_idle()
-        until(lambda: not len(table.rows(state=SlotState.QUARANTINED)), "quarantine ends")
+        until(lambda: not len(table.rows(state=SlotState.QUARANTINED)), "quarantine ends", LONG_S)
         assert self.server.check() == []
 
     def assert_the_next_engine_is_right(self) -> dict[str, int]:
@@ -120,7 +119,7 @@ def struck(house: House, copy: str, do: str, names: Iterable[str]) -> Iterator[i
     house.current.post("/collective_rpc", {"method": "arm_failpoint", "args": ["1", spec]})
     with ThreadPoolExecutor(len(PROMPTS)) as pool:
         requests = [pool.submit(house.current.complete, PROMPTS[name], NEW) for name in names]
-        until(house.marks.read_text, f"rank 1 is in the middle of a {copy}")
+        until(house.marks.read_text, f"rank 1 is in the middle of a {copy}", LONG_S)
         yield int(json.loads(house.marks.read_text())["pid"])
         for request in requests:
             with pytest.raises(NotServedError):
@@ -134,7 +133,7 @@ def test_a_killed_api_server_leaves_nothing(house: House, runtime_dir: Path, cop
     files = sorted(runtime_dir.iterdir())
     orphan = house.current
     with struck(house, copy, "stop", PROMPTS) as rank:
-        until(lambda: state_of(rank) == "T", "it is stopped")
+        until(lambda: state_of(rank) == "T", "it is stopped", LONG_S)
         assert table.pins() if copy == "load" else len(table.rows(state=SlotState.RESERVED))
         orphan.process.kill()
         orphan.process.wait()
@@ -146,8 +145,8 @@ def test_a_killed_api_server_leaves_nothing(house: House, runtime_dir: Path, cop
     for client in house.connected():
         if client["pid"] in orphan.processes():
             os.kill(client["pid"], signal.SIGKILL)
-    until(lambda: not orphan.processes(), "its workers end with it")
-    until(lambda: len(house.connected()) == 1, "the server knows")
+    until(lambda: not orphan.processes(), "its workers end with it", LONG_S)
+    until(lambda: len(house.connected()) == 1, "the server knows", LONG_S)
     house.assert_nothing_is_held()
     assert sorted(runtime_dir.iterdir()) == files
 
@@ -158,8 +157,8 @@ def test_a_killed_worker_ends_its_engine_and_leaves_nothing(house: House, copy: 
     committed = contents(house.only_stored())
     names = STORED if copy == "load" else OTHERS
     with struck(house, copy, "kill", names):
-        until(lambda: not house.current.processes(), "vLLM ends what is left")
-    until(lambda: not house.connected(), "the server knows")
+        until(lambda: not house.current.processes(), "vLLM ends what is left", LONG_S)
+    until(lambda: not house.connected(), "the server knows", LONG_S)
     house.assert_nothing_is_held()
     assert contents(house.server.table()) == committed
 

@@ -14,8 +14,8 @@ import pytest
 from lmcache_shm.arena.layout import SlotState
 from lmcache_shm.cli import app, verify, verify_api
 from tests.e2e.deployment import Deployment, NotServedError
-from tests.faults.cluster import until
-from tests.faults.engines import state_of
+from tools.harness.engines import state_of
+from tools.harness.wait import LONG_S, until
 from tools.server_process import Server
 from tools.tiny_models.prompts import tokens
 
@@ -151,9 +151,9 @@ def test_a_killed_engine_core_leaves_nothing(deployed: Deployment) -> None:
     with ThreadPoolExecutor(1) as pool:
         for attempt in range(30):
             answer = pool.submit(deployed.complete, tokens(f"killed {attempt}", 8 * N))
-            until(lambda: len(table.rows(state=SlotState.RESERVED)), "a store is under way")
+            until(lambda: len(table.rows(state=SlotState.RESERVED)), "a store is under way", LONG_S)
             os.kill(core, signal.SIGSTOP)
-            until(lambda: state_of(core) == "T", "it is stopped")
+            until(lambda: state_of(core) == "T", "it is stopped", LONG_S)
             if len(table.rows(state=SlotState.RESERVED)):
                 break  # in the middle of the store, surely
             os.kill(core, signal.SIGCONT)
@@ -161,6 +161,10 @@ def test_a_killed_engine_core_leaves_nothing(deployed: Deployment) -> None:
         os.kill(core, signal.SIGKILL)
         with pytest.raises(NotServedError):
             answer.result()
-    until(lambda: not any(c["connected"] for c in deployed.server.status()["clients"]), "it left")
-    until(lambda: not len(table.rows(state=SlotState.QUARANTINED)), "quarantine ends")
+    until(
+        lambda: not any(c["connected"] for c in deployed.server.status()["clients"]),
+        "it left",
+        LONG_S,
+    )
+    until(lambda: not len(table.rows(state=SlotState.QUARANTINED)), "quarantine ends", LONG_S)
     test_nothing_stays_pinned(deployed)

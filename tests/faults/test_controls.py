@@ -5,11 +5,12 @@ The second half of each pair is the negative control: it shows that the harness 
 
 import pytest
 
-from tests.faults import failpoints
-from tests.faults.cluster import Cluster, until
-from tests.faults.engines import EngineProcess, state_of
-from tests.faults.points import CLIENT, TRANSFER
-from tests.faults.strike import STORE, lose_scheduler, struck
+from tools.harness import failpoints
+from tools.harness.cluster import Cluster
+from tools.harness.engines import EngineProcess, state_of
+from tools.harness.points import CLIENT, TRANSFER
+from tools.harness.strike import STORE, lose_scheduler, struck
+from tools.harness.wait import LONG_S, until
 
 COPY = TRANSFER + "cpu:CpuEngine._copy"
 OTHERS = range(100, 164, 4)
@@ -42,7 +43,7 @@ def test_a_load_that_is_late_because_the_server_was_killed_is_not_believed(
         assert late.ask(document=1, chunks=6)["stored"] == 6
         late.ask(arm=failpoints.spec(COPY, "before", 1, "stop"), rank=0)
         late.tell(document=1, chunks=6, look=True)
-        until(lambda: struck(cluster, COPY), "a load stopped before its copy")
+        until(lambda: struck(cluster, COPY), "a load stopped before its copy", LONG_S)
         cluster.kill_server()
         cluster.start_server()
         assert other.ask(wait_up=20.0)["up"]
@@ -70,7 +71,7 @@ def test_a_store_that_is_late_because_its_scheduler_was_killed_lands_in_quaranti
         killed, other = cluster.add_engines({}, {})
         pid = lose_scheduler(cluster, killed, document=1)
         if protected:
-            until(lambda: cluster.slots()["quarantined"] == 10, "quarantine")
+            until(lambda: cluster.slots()["quarantined"] == 10, "quarantine", LONG_S)
             status = cluster.status()
             assert status is not None
             client = next(
@@ -79,17 +80,17 @@ def test_a_store_that_is_late_because_its_scheduler_was_killed_lands_in_quaranti
             assert client["quarantined"] == 10
             assert pid in [worker["pid"] for worker in client["workers"]]
         else:
-            until(lambda: cluster.slots()["reserved"] == 0, "given away")
+            until(lambda: cluster.slots()["reserved"] == 0, "given away", LONG_S)
         fill(other)
         assert read_all(other) > 40
         assert other.counts["wrong"] == 0
         cluster.wake(pid)
-        until(lambda: state_of(pid) == "", "the worker ends after its copy")
+        until(lambda: state_of(pid) == "", "the worker ends after its copy", LONG_S)
         assert read_all(other) > 40
 
         if protected:
             assert other.counts["wrong"] == 0
-            until(lambda: cluster.slots()["quarantined"] == 0, "quarantine drains")
+            until(lambda: cluster.slots()["quarantined"] == 0, "quarantine drains", LONG_S)
             assert other.ask(document=1, chunks=5, look=True)["hit"] == 0  # it was never committed
             cluster.attend()  # another engine comes in its place
             cluster.prove()
@@ -105,7 +106,7 @@ def test_nothing_is_found_before_the_last_rank_has_written(instance: str, protec
         writer, reader = cluster.add_engines({"hasty": not protected, "world": 4}, {"world": 4})
         writer.ask(arm=failpoints.spec(COPY, "before", 1, "stop"), rank=3)
         writer.tell(document=1, chunks=6)
-        until(lambda: struck(cluster, COPY), "a rank stopped before its copy")
+        until(lambda: struck(cluster, COPY), "a rank stopped before its copy", LONG_S)
         reader.ask(document=1, chunks=6)
 
         if protected:
@@ -129,10 +130,12 @@ def test_chunks_whose_writer_died_between_copy_and_commit_are_never_served(insta
         killed.ask(arm=failpoints.spec(on_board, "after", 2, "kill"))
         killed.ask(document=1, chunks=6)
         assert struck(cluster, on_board)
-        until(lambda: cluster.slots()["reserved"] == 0, "the dead writer's reservations end")
+        until(
+            lambda: cluster.slots()["reserved"] == 0, "the dead writer's reservations end", LONG_S
+        )
 
         assert other.ask(document=1, chunks=6, look=True)["hit"] == 0
-        until(cluster.drained, "quarantine drains when its workers have ended")
+        until(cluster.drained, "quarantine drains when its workers have ended", LONG_S)
         assert other.ask(document=1, chunks=6)["stored"] == 6
         assert other.ask(document=1, chunks=6, look=True)["hit"] == 6
         assert other.counts["wrong"] == 0

@@ -9,10 +9,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests import leftovers
-from tests.faults.cluster import Cluster
-from tests.faults.points import POINTS, Point
-from tests.faults.strike import strike
+from tools.harness import leftovers
+from tools.harness.cluster import Cluster
+from tools.harness.points import POINTS, Point
+from tools.harness.strike import strike
 
 WAYS = [("before", "kill"), ("after", "stop"), ("after", "kill"), ("before", "stop")]
 CASES = [(point, *WAYS[i % 4]) for i, point in enumerate(POINTS)]

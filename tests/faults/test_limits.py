@@ -15,9 +15,10 @@ from pathlib import Path
 import pytest
 
 from lmcache_shm.arena.owner import segment_names, shm_path
-from tests.faults import cluster as cluster_module
 from tests.faults import held
-from tests.faults.cluster import Cluster, until
+from tools.harness import cluster as cluster_module
+from tools.harness.cluster import Cluster
+from tools.harness.wait import LONG_S, until
 
 as_root = pytest.mark.skipif(
     os.geteuid() != 0, reason="needs root to become another user or to mount"
@@ -111,7 +112,7 @@ def test_a_dev_shm_that_others_fill_later_costs_nothing(instance: str) -> None:
     """The arena was reserved at the start: with /dev/shm full, every byte of it can be written."""
     program = """
         import sys
-        from tests.faults.cluster import Cluster
+        from tools.harness.cluster import Cluster
         with Cluster(sys.argv[1]) as cluster:
             cluster.start_server()
             with open("/dev/shm/somebody", "wb") as file:
@@ -151,8 +152,10 @@ def test_a_dev_shm_that_others_fill_while_the_rest_is_reserved(instance: str) ->
         from pathlib import Path
         from lmcache_shm.cli.admin import _status_lines
         from lmcache_shm.arena.owner import segment_names, shm_path
-from tests.faults import cluster as module, held
-        from tests.faults.cluster import Cluster, until
+        from tests.faults import held
+        from tools.harness import cluster as module
+        from tools.harness.cluster import Cluster
+        from tools.harness.wait import LONG_S, until
         go = Path(os.environ["LMCACHE_SHM_RUNTIME_DIR"], sys.argv[1] + ".go")
         module.SERVER = held.PROGRAM + module.SERVER
         def backing():
@@ -176,17 +179,17 @@ from tests.faults import cluster as module, held
                 except OSError as error:
                     print(error.strerror)
             go.touch()
-            until(lambda: not backing()[1], "it gives up")
+            until(lambda: not backing()[1], "it gives up", LONG_S)
             print(*backing())
             print(*[line for line in _status_lines(cluster.status()) if "reserved:" in line])
             print(stores()["evictions"] > 0, cluster.prove()["wrong"])
-            log = cluster.log.read_text()
+            log = cluster.server.errors
             print(log.count("could be reserved"), log.count("--shm-size"))
             cluster.kill_server()
             os.unlink("/dev/shm/somebody")
             cluster.start_server()
             print(cluster.status()["server"]["adopted"]["slots"] == cluster.committed() > 10)
-            until(lambda: backing() == (64, False), "the rest is reserved")
+            until(lambda: backing() == (64, False), "the rest is reserved", LONG_S)
             assert engine.ask(wait_up=20.0)["up"]
             print(cluster.prove()["wrong"])
     """
@@ -221,8 +224,7 @@ def test_a_server_that_ends_before_all_is_reserved(
         assert stored > 0
         assert cluster.memory()[data] == held.FIRST
         assert cluster.server is not None
-        cluster.server.send_signal(number)
-        status = cluster.server.wait(20)
+        status = cluster.server.end(number)
         if number == signal.SIGTERM:
             assert (status, cluster.memory()) == (0, {})
             return
@@ -233,7 +235,9 @@ def test_a_server_that_ends_before_all_is_reserved(
         assert found["server"]["adopted"]["slots"] == stored
         assert (found["arena"]["backed_bytes"], found["arena"]["growing"]) == (held.FIRST, True)
         go.touch()
-        until(lambda: not (cluster.status() or {})["arena"]["growing"], "the rest is reserved")
+        until(
+            lambda: not (cluster.status() or {})["arena"]["growing"], "the rest is reserved", LONG_S
+        )
         assert cluster.memory()[data] == 64 << 20
         assert engine.ask(wait_up=20.0)["up"]
         cluster.prove()
@@ -280,7 +284,7 @@ def test_a_server_with_few_descriptors_serves_whom_it_can(instance: str) -> None
                 sock = crowd.enter_context(socket.socket(socket.AF_UNIX))
                 sock.settimeout(5)
                 sock.connect(path)
-            until(lambda: "no file descriptor" in cluster.log.read_text(), "it says why")
+            until(lambda: "no file descriptor" in cluster.server.errors, "it says why", LONG_S)
             before = engine.counts
             after = engine.ask(run=10, seconds=20.0)["counts"]
             assert after["operations"] == before["operations"] + 10
@@ -329,7 +333,7 @@ def test_a_runtime_directory_that_cannot_be_written_serves_engines_and_no_new_se
     """As a container sees the host's: engines need only the socket; a server says what to change."""
     program = """
         import os, subprocess, sys
-        from tests.faults.cluster import Cluster
+        from tools.harness.cluster import Cluster
         folder = os.environ["LMCACHE_SHM_RUNTIME_DIR"]
         with Cluster(sys.argv[1]) as cluster:
             cluster.start_server()

@@ -8,10 +8,11 @@ import pytest
 
 from lmcache_shm.arena.check import check
 from lmcache_shm.arena.layout import SlotState
-from tests.faults import failpoints
-from tests.faults.cluster import Cluster, until
-from tests.faults.points import TRANSFER
-from tests.faults.strike import struck
+from tools.harness import failpoints
+from tools.harness.cluster import Cluster
+from tools.harness.points import TRANSFER
+from tools.harness.strike import struck
+from tools.harness.wait import LONG_S, until
 
 COPY = TRANSFER + "cpu:CpuEngine._copy"
 
@@ -114,7 +115,7 @@ def test_slots_that_are_being_loaded_are_not_evicted(instance: str) -> None:
         one.ask(document=1, chunks=6)
         one.ask(arm=failpoints.spec(COPY, "before", 1, "stop"), rank=1)
         one.tell(document=1, chunks=6, look=True)
-        until(lambda: struck(cluster, COPY), "a load stopped before its copy")
+        until(lambda: struck(cluster, COPY), "a load stopped before its copy", LONG_S)
         for document in range(100, 148, 4):
             other.tell(document=document, chunks=10)
         other.answer()
@@ -208,7 +209,7 @@ def test_what_is_damaged_while_no_server_runs_is_never_served(instance: str, wha
         cluster.start_server()
         status = cluster.status()
         assert status is not None
-        log = cluster.log.read_text()
+        log = cluster.server.errors
         if what == "rows":
             adopted = status["server"]["adopted"]
             assert adopted["damaged"] == 10
@@ -277,6 +278,6 @@ def test_an_engine_that_is_killed_leaves_nothing_and_the_next_one_hits(instance:
             for pid in (engine.process.pid, *engine.workers):
                 os.kill(pid, signal.SIGKILL)
             engine.process.wait()
-            until(cluster.drained, "its leases end with it")
+            until(cluster.drained, "its leases end with it", LONG_S)
         cluster.prove()
         assert cluster.memory() == memory

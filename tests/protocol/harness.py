@@ -1,15 +1,10 @@
 """Real servers, and engines that are nothing but their control traffic."""
 
 import contextlib
-import os
-import select
-import signal
 import socket
 import subprocess
 import sys
-import tempfile
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -26,111 +21,43 @@ from lmcache_shm.protocol.messages import (
     Acquired,
     Attached,
     AttachWorker,
-    Check,
-    CheckReply,
     GroupInfo,
     Hello,
     Message,
     Register,
     Registered,
     Reserve,
-    Status,
-    StatusReply,
     Step,
     Stepped,
     decode_reply,
     frame,
 )
+from tools.harness.wait import until
+from tools.server_process import Server
 
-SIZE_GB = "0.0625"
 CHUNK = 16
 REGION = 3333  # nasty, to expose rounding
 WAIT_S = 10.0
 
 
-def until(condition: Callable[[], object], what: str, seconds: float = WAIT_S) -> None:
-    """Wait for something that another process brings about and that sends no event here."""
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, f"not within {seconds} s: {what}"
-        time.sleep(0.005)
-
-
-class ServerProcess:
-    """`lmcache-shm server` in a process of its own; ready when the constructor returns.
-
-    `wrap`: words before its command, as in ["unshare", "--pid"].
-    """
+class ServerProcess(Server):
+    """A small server, started with the command that users type; ready when the constructor returns."""
 
     def __init__(
         self, instance: str, *flags: str, wrap: Sequence[str] = (), **environment: str
     ) -> None:
-        self.instance = instance
-        self.path = str(Path(os.environ["LMCACHE_SHM_RUNTIME_DIR"]) / f"{instance}.sock")
-        command = [sys.executable, "-m", "lmcache_shm", "server", "--instance", instance]
-        if "--l1-size-gb" not in flags:
-            command += ["--l1-size-gb", SIZE_GB]
-        # Into a file: a pipe that nobody reads would stop the server when it is full.
-        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115  (closed by end)
-        self.process = subprocess.Popen(
-            [*wrap, *command, *flags], stdout=subprocess.PIPE, stderr=self._errors, text=True,
-            env={**os.environ, **environment},
-        )  # fmt: skip
-        self.output = ""
-        self.ready = self._line()
+        command = ("-m", "lmcache_shm")
+        super().__init__(
+            instance, size_mb=64, flags=flags, env=environment, program=command, wrap=wrap
+        )
+        self.path = str(self.socket)
 
-    @property
-    def pid(self) -> int:
-        return self.process.pid
-
-    def _line(self) -> str:
-        """All that it says until it is ready; fails with its errors if it ends before."""
-        assert self.process.stdout is not None
-        said = ""
-        while "vllm serve" not in said:
-            fd = self.process.stdout.fileno()
-            found, _, _ = select.select([fd], [], [], 30)
-            more = os.read(fd, 65536).decode() if found else ""  # not through a buffer: select
-            if not more:
-                self.process.kill()
-                self.process.communicate()
-                raise AssertionError(f"the server did not start: {said}{self.errors}")
-            said += more
-        return said
-
-    def end(self, number: int = signal.SIGTERM) -> int:
-        """Send a signal, wait for the end; its exit status. Idempotent."""
-        if self.process.returncode is None:
-            self.process.send_signal(signal.SIGCONT)
-            self.process.send_signal(number)
-            self.output += self.process.communicate(timeout=30)[0]
-        assert self.process.stdout is not None
-        self.process.stdout.close()
-        if not self._errors.closed:
-            self._logged = self.errors
-            self._errors.close()
-        return self.process.returncode
-
-    @property
-    def errors(self) -> str:
-        """What it has logged so far."""
-        if self._errors.closed:
-            return self._logged
-        self._errors.seek(0)
-        return self._errors.read()
-
-    # --------------------------------------------------------------------------------- talking
     def tool(self) -> Connection:
         return Connection.open(self.path, Hello(PROTOCOL, "tool"), WAIT_S)
 
-    def status(self) -> dict:
-        with contextlib.closing(self.tool()) as tool:
-            return tool.call(Status(), StatusReply).snapshot
-
     def findings(self) -> list[str]:
         """What the server and an onlooker find wrong with the table."""
-        with contextlib.closing(self.tool()) as tool:
-            told = tool.call(Check(), CheckReply).findings
+        told = self.check()
         arena = attach(self.instance, writable_data=False)
         try:
             return told + check(arena, live=True)

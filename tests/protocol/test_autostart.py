@@ -15,7 +15,8 @@ import pytest
 from lmcache_shm.cli.top import Source
 from lmcache_shm.client.autostart import AutostartError, ensure_server, log_path
 from lmcache_shm.config import Config, connector_config
-from tests.protocol.harness import ServerProcess, until
+from tests.protocol.harness import ServerProcess
+from tools.harness.wait import until
 
 
 @pytest.fixture

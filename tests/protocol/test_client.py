@@ -30,8 +30,8 @@ from tests.protocol.harness import (
     ServerProcess,
     registration,
     rows_of,
-    until,
 )
+from tools.harness.wait import until
 
 DEADLINE_MS = 250.0
 PLAN = CachePlan(CHUNK, (ObjectGroup("full", Full(), ()),))

@@ -33,8 +33,8 @@ from tests.protocol.harness import (
     is_closed,
     receive,
     registration,
-    until,
 )
+from tools.harness.wait import until
 
 CLIENTS = 32
 CLIENT = """

@@ -24,7 +24,8 @@ from lmcache_shm.protocol.messages import (
     frame,
 )
 from lmcache_shm.server.frames import SMALL
-from tests.protocol.harness import ServerProcess, exchange, is_closed, receive, until
+from tests.protocol.harness import ServerProcess, exchange, is_closed, receive
+from tools.harness.wait import until
 
 MESSAGES = [cls.__name__ for cls in Request.__args__]
 

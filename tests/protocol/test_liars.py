@@ -34,8 +34,8 @@ from tests.protocol.harness import (
     exchange,
     is_closed,
     registration,
-    until,
 )
+from tools.harness.wait import until
 
 
 def packed(*rows: int) -> bytes:

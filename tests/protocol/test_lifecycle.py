@@ -17,15 +17,8 @@ from lmcache_shm.arena.segment import attach, segment_names, shm_path
 from lmcache_shm.cli.app import COMMANDS, main
 from lmcache_shm.client.connection import Connection, ControlError, Unavailable
 from lmcache_shm.protocol.messages import PROTOCOL, Done, Drain, Hello, Shutdown
-from tests.protocol.harness import (
-    Engine,
-    Prefix,
-    ServerProcess,
-    assert_clean,
-    engine,
-    rows_of,
-    until,
-)
+from tests.protocol.harness import Engine, Prefix, ServerProcess, assert_clean, engine, rows_of
+from tools.harness.wait import until
 
 SHM = Path("/dev/shm")
 

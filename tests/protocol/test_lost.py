@@ -20,8 +20,8 @@ from tests.protocol.harness import (
     engine,
     registration,
     rows_of,
-    until,
 )
+from tools.harness.wait import until
 
 
 def slots(server: ServerProcess) -> dict[str, int]:

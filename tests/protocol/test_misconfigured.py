@@ -1,4 +1,4 @@
-"""Real misconfigurations, planted: `doctor`, or the error itself, names the cause and what mends it.
+"""Real misconfigurations, planted: `doctor`, or the error itself, names the cause and its fix.
 
 Each case plants one and returns what a person reads. Where the remedy can be carried out here it is, and
 the complaint has to be gone: a text that is always printed would pass neither the control nor the mending.
@@ -180,7 +180,7 @@ def little_locked_memory(place: Place) -> str:
     program = (
         "import resource; resource.setrlimit(resource.RLIMIT_MEMLOCK, (65536, 65536))\n"
         "from lmcache_shm.cli.doctor_host import user_limits\n"
-        "for f in user_limits(1 << 30, gpu=True): print(f.level, f.text, f.remedy)"
+        "for f in user_limits(1 << 30, gpu=True): print(f.level, f.text, f.fix)"
     )
     return subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True

@@ -12,7 +12,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.protocol.harness import ServerProcess, WorkerProcess, until
+from tests.protocol.harness import ServerProcess, WorkerProcess
+from tools.harness.wait import until
 
 UNSHARE = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]
 KERNEL = tuple(int(part) for part in os.uname().release.split(".")[:2])

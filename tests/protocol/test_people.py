@@ -16,7 +16,8 @@ import pytest
 
 from lmcache_shm.cli.top import Source
 from lmcache_shm.protocol.messages import Done, Drain, Report
-from tests.protocol.harness import Prefix, ServerProcess, WorkerProcess, engine, until
+from tests.protocol.harness import Prefix, ServerProcess, WorkerProcess, engine
+from tools.harness.wait import until
 
 
 def command(*words: str, **environ: str) -> subprocess.CompletedProcess[str]:

@@ -1,8 +1,7 @@
 """One engine with one cache server, for tests that tell a story."""
 
 import random
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Self
 
 from tests.scheduler.cache import Cache
@@ -148,11 +147,3 @@ class Lab:
         for (_, group, _), row in self.cache.stored().items():
             found[group].append(int(cold["chunk"][row]))
         return [sorted(chunks) for chunks in found]
-
-
-def until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
-    """Wait for what other threads do."""
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it does not happen"
-        time.sleep(0.005)

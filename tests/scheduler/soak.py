@@ -16,9 +16,9 @@ import traceback
 from collections import Counter
 from dataclasses import fields
 
-from tests import leftovers
 from tests.scheduler import workload
 from tests.scheduler.families import FAMILIES
+from tools.harness import leftovers
 
 
 def main() -> int:

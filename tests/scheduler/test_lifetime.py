@@ -7,9 +7,10 @@ import pytest
 from vllm.v1.request import RequestStatus
 
 from lmcache_shm.client.loads import LoadAdmission
-from tests.scheduler.lab import Lab, until
+from tests.scheduler.lab import Lab
 from tests.scheduler.late import Pace
 from tests.scheduler.oracle import Violation
+from tools.harness.wait import until
 
 
 # ------------------------------------------------------------------------------------- stores

@@ -8,10 +8,11 @@ import pytest
 from lmcache_shm.arena.layout import SlotState
 from tests.scheduler import workload
 from tests.scheduler.families import FAMILIES
-from tests.scheduler.lab import MIB, Lab, until
+from tests.scheduler.lab import MIB, Lab
 from tests.scheduler.late import Pace
 from tests.scheduler.server import CacheServer
 from tests.scheduler.workload import Chances, Workload
+from tools.harness.wait import until
 
 SEEDS = 4
 """Per geometry and scheduler."""

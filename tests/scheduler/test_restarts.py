@@ -6,8 +6,9 @@ from collections.abc import Callable
 import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from tests.scheduler.lab import Lab, until
+from tests.scheduler.lab import Lab
 from tests.scheduler.late import Pace
+from tools.harness.wait import until
 
 
 # ------------------------------------------------------------------------------------- resets, restarts

@@ -1,4 +1,4 @@
-"""Log lines: for people or for machines, and never in anybody's way."""
+"""Log lines: as text or JSON, and never in anybody's way."""
 
 import io
 import json
@@ -9,6 +9,7 @@ import time
 import pytest
 
 from lmcache_shm import log
+from tools.harness.wait import until
 
 
 @pytest.fixture
@@ -70,7 +71,7 @@ class Stuck(io.StringIO):
 
 def test_whoever_logs_does_not_wait_for_a_reader_that_has_stopped(logger):
     stream = Stuck()
-    log.setup("human", "info", stream, patient=True)
+    log.setup("human", "info", stream, threaded=True)
     began = time.monotonic()
     for i in range(5000):
         logger.info("line %d", i)
@@ -85,13 +86,11 @@ def test_whoever_logs_does_not_wait_for_a_reader_that_has_stopped(logger):
 
 def test_dropped_lines_are_counted(logger):
     stream = Stuck()
-    log.setup("human", "info", stream, patient=True)
+    log.setup("human", "info", stream, threaded=True)
     for i in range(1500):
         logger.info("line %d", i)
     stream.released.set()
-    end = time.monotonic() + 10
-    while logger.handlers[0]._lines.qsize() and time.monotonic() < end:
-        time.sleep(0.001)
+    until(lambda: not logger.handlers[0]._lines.qsize(), "all lines are written")
     logger.info("last")
     logger.handlers[0].close()
 

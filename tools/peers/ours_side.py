@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from lmcache_shm.arena.job import CopyJob, Pages
 from lmcache_shm.arena.slot import same_tokens
-from lmcache_shm.cli.bench_shapes import TORCH_OFFSET
+from lmcache_shm.cli.bench_transfer import TORCH_OFFSET
 from lmcache_shm.client.client import CacheClient, WorkerClient
 from lmcache_shm.config import connector_config
 from lmcache_shm.protocol.keys import ChunkKeys, seed

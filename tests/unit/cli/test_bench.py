@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from lmcache_shm.cli import bench, bench_device, bench_tables, bench_transfer
-from lmcache_shm.cli.bench_shapes import KIB, SHAPES, KvMemory, LayerGroup, Shape, page_sweep
+from lmcache_shm.cli import bench, bench_device, bench_results, bench_transfer
+from lmcache_shm.cli.bench_transfer import KIB, SHAPES, KvMemory, LayerGroup, Shape
+from tools.bench.page_sweep import page_sweep
+from tools.harness.simulated_device import HostFixture
 
 ROOT = Path(__file__).parents[3]
 
@@ -68,18 +70,20 @@ def test_copies_are_measured_and_shown(monkeypatch):
     assert all(row["store_gbs"] > 0 and row["load_ratio"] > 0 for row in rows)
     assert rows[0]["first_store_gbs"] > 0
     text = io.StringIO()
-    bench_tables.show({"machine": bench.machine(), "transfer": rows}, Console(file=text, width=100))
+    bench_results.show(
+        {"machine": bench.machine(), "transfer": rows}, Console(file=text, width=100)
+    )
     assert "tiny" in text.getvalue()
 
 
 def test_two_threads_are_judged_where_memcpy_itself_gains():
     row = {"threads": 2, "case": "x", "store_gain": 1.6, "load_gain": 1.4}
 
-    (line,) = bench_tables._thread_lines([{**row, "memcpy_gain": 1.7}])
+    (line,) = bench_results._thread_lines([{**row, "memcpy_gain": 1.7}])
     assert "store 1.60x, load 1.40x (bar 1.5x: not met)" in line
-    (line,) = bench_tables._thread_lines([{**row, "memcpy_gain": 1.7, "load_gain": 1.5}])
+    (line,) = bench_results._thread_lines([{**row, "memcpy_gain": 1.7, "load_gain": 1.5}])
     assert "bar 1.5x: met" in line
-    (line,) = bench_tables._thread_lines([{**row, "memcpy_gain": 1.2}])
+    (line,) = bench_results._thread_lines([{**row, "memcpy_gain": 1.2}])
     assert "not judged" in line
 
 
@@ -97,7 +101,7 @@ def test_gains_are_those_of_one_round_each():
 
 def test_device_back_ends_are_measured_on_the_simulated_device():
     speed = bench_device.run(
-        bench_device.HostBed(), 1, lambda _: None, total=1 << 20, sizes=(1 << 16, 1 << 18)
+        HostFixture(), 1, lambda _: None, total=1 << 20, sizes=(1 << 16, 1 << 18)
     )
 
     assert {row["backend"] for row in speed["rows"]} == {
@@ -105,7 +109,7 @@ def test_device_back_ends_are_measured_on_the_simulated_device():
     }  # fmt: skip
     assert set(speed["peak_gbs"]) == {"store", "load", "both"}
     text = io.StringIO()
-    bench_tables.show_device(speed, Console(file=text, width=100))
+    bench_results.show_device(speed, Console(file=text, width=100))
     assert "256 KiB" in text.getvalue()
     assert "the kernel beats batched copies for pages below" in text.getvalue()
 
@@ -123,8 +127,8 @@ def test_crossover_is_the_last_size_at_which_the_kernel_wins_throughout():
 
 
 def test_bars_depend_on_the_bytes_that_are_contiguous():
-    assert bench_tables.copy_bar({"lane_kib": 32}) == 0.90
-    assert bench_tables.copy_bar({"lane_kib": 8}) == 0.70
+    assert bench_results.copy_bar({"lane_kib": 32}) == 0.90
+    assert bench_results.copy_bar({"lane_kib": 8}) == 0.70
 
 
 @pytest.mark.parametrize("arguments", [["--model-shape", "no-such"], ["--device", "cuda"]])
@@ -178,7 +182,7 @@ BLIND = """
 import sys
 sys.path.insert(0, "tools")
 sys.modules["vllm"] = None  # a machine without vLLM will do
-from lmcache_shm.transfer.simulated import SimulatedDevice
+from tools.harness.simulated_device import SimulatedDevice
 SimulatedDevice.wait = lambda self, kind, event: None
 SimulatedDevice.copy_kernel = None  # "not callable": as from a Triton that does not work
 import gpu_check
@@ -208,10 +212,10 @@ def test_gpu_check_notices_an_engine_that_ignores_events():
 
 def test_a_back_end_that_another_one_stood_in_for_is_not_measured(monkeypatch):
     """Or the table would show the batch's figures under the kernel's name."""
-    bed = bench_device.HostBed()
-    bed.device.fail("copy_kernel")
+    fixture = HostFixture()
+    fixture.device.fail("copy_kernel")
 
-    speed = bench_device.run(bed, 1, lambda _: None, total=1 << 20, sizes=(1 << 16,))
+    speed = bench_device.run(fixture, 1, lambda _: None, total=1 << 20, sizes=(1 << 16,))
 
     assert {row["backend"] for row in speed["rows"]} == {"batch", "rows", "ranges", "auto"}
 

@@ -1,4 +1,4 @@
-"""doctor: planted misconfigurations are found, each with what mends it, and sound things are left alone."""
+"""doctor: planted misconfigurations are found, each with its fix, and sound things are left alone."""
 
 import importlib.metadata
 import json
@@ -17,8 +17,8 @@ from lmcache_shm.cli import doctor_engine as engine
 from lmcache_shm.cli import doctor_host as host
 from lmcache_shm.cli import doctor_server as server
 from lmcache_shm.cli.doctor import examine
-from lmcache_shm.cli.doctor_use import compare_namespaces
-from lmcache_shm.cli.findings import Finding
+from lmcache_shm.cli.doctor_host import Finding
+from lmcache_shm.cli.doctor_server import compare_namespaces
 from lmcache_shm.client.connection import DeadlineExceeded, Refused, Unavailable
 from lmcache_shm.config import ConfigError
 from lmcache_shm.protocol.messages import HelloReply
@@ -38,8 +38,8 @@ def problems(found: Iterable[Finding]) -> list[Finding]:
 
 def the_problem(found: Iterable[Finding]) -> Finding:
     (only,) = problems(found)
-    assert only.remedy
-    assert "\n" not in only.text + only.remedy
+    assert only.fix
+    assert "\n" not in only.text + only.fix
     return only
 
 
@@ -58,8 +58,8 @@ def test_a_containers_default_shared_memory_is_found():
     )
 
     assert "the default of a container" in found[0].text
-    assert "--shm-size" in found[0].remedy
-    assert "--l1-size-gb" in found[1].remedy
+    assert "--shm-size" in found[0].fix
+    assert "--l1-size-gb" in found[1].fix
 
 
 def test_a_memory_limit_below_the_arena_is_found():
@@ -69,7 +69,7 @@ def test_a_memory_limit_below_the_arena_is_found():
     )
 
     assert "cgroup" in found.text
-    assert found.remedy == "lmcache-shm server --l1-size-gb 1.8"
+    assert found.fix == "lmcache-shm server --l1-size-gb 1.8"
 
 
 def test_room_that_a_running_server_has_already_is_not_asked_for():
@@ -100,7 +100,7 @@ import resource
 from lmcache_shm.cli.doctor_host import user_limits
 for finding in user_limits(4 << 30, gpu=False):
     if finding.level == "problem":
-        print(finding.remedy)
+        print(finding.fix)
 """
     return subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True
@@ -115,7 +115,7 @@ def test_locked_memory_matters_with_a_gpu_only(monkeypatch: pytest.MonkeyPatch):
     )
 
     with_gpu = [f for f in host.user_limits(GIB, gpu=True) if f.level != "ok"]
-    assert "memlock" in with_gpu[0].remedy
+    assert "memlock" in with_gpu[0].fix
     assert not [f for f in host.user_limits(GIB, gpu=False) if f.level != "ok"]
 
 
@@ -132,10 +132,10 @@ def test_huge_pages_and_numa_nodes_are_told(tmp_path: Path):
     (pages,) = host.huge_pages(tmp_path)
     (numa,) = host.numa(tmp_path)
     assert (pages.level, numa.level) == ("note", "note")
-    assert "mount -o remount,huge=within_size /dev/shm" in pages.remedy
+    assert "mount -o remount,huge=within_size /dev/shm" in pages.fix
     mounts.write_text("tmpfs /dev/shm tmpfs rw,huge=within_size,size=8g 0 0\n")
     assert [page.level for page in host.huge_pages(tmp_path)] == ["ok"]
-    assert "numactl" in numa.remedy
+    assert "numactl" in numa.fix
 
 
 def test_segments_that_go_with_a_log_out_are_told(tmp_path: Path):
@@ -154,9 +154,7 @@ def test_a_runtime_directory_that_is_a_link_is_found(tmp_path: Path):
     (tmp_path / "real").mkdir(mode=0o700)
     (tmp_path / "link").symlink_to(tmp_path / "real")
 
-    assert (
-        "is not a directory" in the_problem(server.runtime_directory(tmp_path / "link", "x")).text
-    )
+    assert "is not a directory" in the_problem(host.runtime_directory(tmp_path / "link", "x")).text
 
 
 def test_a_runtime_directory_that_others_can_read_is_found(tmp_path: Path):
@@ -164,7 +162,7 @@ def test_a_runtime_directory_that_others_can_read_is_found(tmp_path: Path):
     path.mkdir()
     path.chmod(0o755)
 
-    assert the_problem(server.runtime_directory(path, "x")).remedy == f"chmod 700 {path}"
+    assert the_problem(host.runtime_directory(path, "x")).fix == f"chmod 700 {path}"
 
 
 def test_a_runtime_directory_of_another_user_is_found(
@@ -172,21 +170,21 @@ def test_a_runtime_directory_of_another_user_is_found(
 ):
     monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
 
-    assert "run as one user" in the_problem(server.runtime_directory(tmp_path, "x")).text
+    assert "run as one user" in the_problem(host.runtime_directory(tmp_path, "x")).text
 
 
 def test_a_path_too_long_for_a_socket_is_found(tmp_path: Path):
-    found = the_problem(server.runtime_directory(tmp_path / ("long" * 30), "default"))
+    found = the_problem(host.runtime_directory(tmp_path / ("long" * 30), "default"))
 
     assert "107 are allowed" in found.text
-    assert "LMCACHE_SHM_RUNTIME_DIR" in found.remedy
+    assert "LMCACHE_SHM_RUNTIME_DIR" in found.fix
 
 
 def test_a_sound_runtime_directory_is_left_alone(tmp_path: Path):
     tmp_path.chmod(0o700)
 
-    assert not problems(server.runtime_directory(tmp_path, "x"))
-    assert not problems(server.runtime_directory(tmp_path / "not yet", "x"))
+    assert not problems(host.runtime_directory(tmp_path, "x"))
+    assert not problems(host.runtime_directory(tmp_path / "not yet", "x"))
 
 
 # ---------------------------------------------------------------------- planted: names and options
@@ -235,7 +233,7 @@ def test_a_wrong_connector_option_is_found(extra: dict[str, Any], told: str):
     ],
 )
 def test_a_wrong_member_of_the_transfer_config_is_found(changes: dict[str, Any], remedy: str):
-    assert remedy in the_problem(options(**changes)).remedy
+    assert remedy in the_problem(options(**changes)).fix
 
 
 @pytest.mark.parametrize(
@@ -266,14 +264,14 @@ def test_quoting_that_the_shell_ate_is_found(text: str):
     found = the_problem(engine.transfer_config(text)[0])
 
     assert "JSON" in found.text
-    assert engine.GOOD in found.remedy
+    assert engine.GOOD in found.fix
 
 
 def test_options_of_another_system_are_named():
     (found,) = [f for f in options({"lmcache.mp.port": 5555}) if f.level == "note"]
 
     assert "lmcache.mp.port" in found.text
-    assert "migrating" in found.remedy
+    assert "migrating" in found.fix
 
 
 def test_good_options_are_left_alone():
@@ -293,7 +291,7 @@ def test_a_running_engine_without_the_connector_is_found():
     found = the_problem(engine.engines([(77, words)]))
 
     assert "engine 77 runs without the cache" in found.text
-    assert "--kv-transfer-config" in found.remedy
+    assert "--kv-transfer-config" in found.fix
 
 
 def test_a_running_engines_options_are_read_from_its_command_line():
@@ -311,7 +309,7 @@ def test_a_running_engines_options_are_read_from_its_command_line():
 def test_another_vllm_is_found(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.19.1")
 
-    assert the_problem(engine.versions()).remedy == "pip install 'vllm==0.32.*'"
+    assert the_problem(engine.versions()).fix == "pip install 'vllm==0.32.*'"
 
 
 def test_a_driver_is_named(tmp_path: Path):
@@ -329,14 +327,14 @@ def test_a_missing_server_is_found_with_the_line_that_starts_it(tmp_path: Path):
         server.no_answer(tmp_path / "prod.sock", "prod", 0, Unavailable("no server"))
     )
 
-    assert found.remedy == "lmcache-shm server --instance prod"
+    assert found.fix == "lmcache-shm server --instance prod"
 
 
 def test_a_server_of_another_version_is_found(tmp_path: Path):
     error = Refused("version", "this server (lmcache-shm 9) speaks protocol 9, not 1")
     found = the_problem(server.no_answer(tmp_path / "x.sock", "x", 1, error))
 
-    assert "pip install lmcache-shm==" in found.remedy
+    assert "pip install lmcache-shm==" in found.fix
 
 
 def test_a_server_that_hangs_is_found(tmp_path: Path):
@@ -344,7 +342,7 @@ def test_a_server_that_hangs_is_found(tmp_path: Path):
         server.no_answer(tmp_path / "x.sock", "x", os.getpid(), DeadlineExceeded("no answer"))
     )
 
-    assert found.remedy.startswith(f"kill {os.getpid()}")
+    assert found.fix.startswith(f"kill {os.getpid()}")
 
 
 HELLO = HelloReply(b"b", 1, b"a", "default", "/.", "/x", 0, True, "off", "0.1.0", 4711)
@@ -362,7 +360,7 @@ def test_a_sound_server_is_left_alone():
 def test_a_broken_table_is_found():
     found = the_problem(server.health(HELLO, snapshot(clients=[]), ["row 5 has two owners"]))
 
-    assert "--fresh" in found.remedy
+    assert "--fresh" in found.fix
 
 
 def test_an_arena_of_another_mount_is_found():
@@ -370,7 +368,7 @@ def test_an_arena_of_another_mount_is_found():
         b"b", 1, b"a", "default", "/lmcache_shm.nowhere", "/x", 0, True, "off", "0.1.0", 1
     )
 
-    assert "--ipc=host" in the_problem(server.health(hello, snapshot(clients=[]), [])).remedy
+    assert "--ipc=host" in the_problem(server.health(hello, snapshot(clients=[]), [])).fix
 
 
 def test_an_arena_that_could_not_be_reserved_to_its_end_is_found():
@@ -378,7 +376,7 @@ def test_an_arena_that_could_not_be_reserved_to_its_end_is_found():
     found = the_problem(health(**changes))
 
     assert "only 1.0 GiB of 4.0 GiB could be reserved" in found.text
-    assert "--shm-size" in found.remedy
+    assert "--shm-size" in found.fix
 
 
 def test_an_arena_that_is_still_being_reserved_is_told_and_no_problem():
@@ -408,13 +406,11 @@ def test_a_draining_server_is_found():
 def test_a_hit_rate_of_zero_is_explained(reason: str, remedy: str):
     found = the_problem(health(counters__hit_tokens=0, misses={reason: 9, "in_flight": 1}))
 
-    assert remedy in found.remedy
+    assert remedy in found.fix
 
 
 def test_an_arena_that_turns_over_too_fast_is_found():
-    assert (
-        the_problem(health(arena__coldest_age_s=4.0)).remedy == "lmcache-shm server --l1-size-gb 8"
-    )
+    assert the_problem(health(arena__coldest_age_s=4.0)).fix == "lmcache-shm server --l1-size-gb 8"
 
 
 def test_stores_without_room_are_found():

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from lmcache_shm.arena.layout import SlotState
-from lmcache_shm.cli.namespaces import differences
+from lmcache_shm.cli.formatting import differences
 from lmcache_shm.protocol import keys as k
 from lmcache_shm.protocol.keys import canonical, describe
 from lmcache_shm.protocol.messages import BUSY

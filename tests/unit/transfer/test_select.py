@@ -9,8 +9,8 @@ from lmcache_shm.transfer import cuda, select
 from lmcache_shm.transfer.cpu import CpuEngine
 from lmcache_shm.transfer.device import DeviceError
 from lmcache_shm.transfer.plan import KERNEL_BELOW, REQUESTED_BACKENDS
-from lmcache_shm.transfer.simulated import SimulatedDevice
 from lmcache_shm.transfer.streams import StreamEngine
+from tools.harness.simulated_device import SimulatedDevice
 
 from .rig import WAIT, Rig
 from .worlds import dense_hnd

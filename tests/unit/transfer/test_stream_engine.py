@@ -20,8 +20,8 @@ from lmcache_shm.transfer.engine import (
     REASON_GENERATION,
 )
 from lmcache_shm.transfer.select import TorchDevice
-from lmcache_shm.transfer.simulated import Event, SimulatedDevice
 from lmcache_shm.transfer.streams import StreamEngine
+from tools.harness.simulated_device import Event, SimulatedDevice
 
 from .rig import SLOT, WAIT, Rig
 from .worlds import WORLDS, FakeArena, dense_hnd, item, job

@@ -24,6 +24,7 @@ from lmcache_shm.vllm.scheduler import SchedulerSide
 from lmcache_shm.vllm.start import Start
 from lmcache_shm.vllm.worker import WorkerSide
 from tests.scheduler.server import CacheServer
+from tools.harness.wait import until
 
 from .rig import Request
 from .test_describe import engine as described
@@ -153,13 +154,6 @@ def served(
     finally:
         pair.close()
         server.close()
-
-
-def wait(condition: Any, what: str) -> None:
-    end = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < end, what
-        time.sleep(0.005)
 
 
 # ----------------------------------------------------------------------------------- bytes
@@ -342,11 +336,11 @@ def test_a_restarted_server_still_serves(instance: str) -> None:
     with served(instance, full()) as (server, pair):
         pair.store("a")
         server.stop()
-        wait(lambda: not pair.start.client.up, "the end is not noticed")
+        until(lambda: not pair.start.client.up, "the end is not noticed")
         assert pair.side.matched_tokens(pair.request("b"), 0) == (0, False)
 
         server.restart()
-        wait(lambda: pair.start.client.up, "the server is not found again")
+        until(lambda: pair.start.client.up, "the server is not found again")
 
         assert pair.load("c") == ({"c"}, set())
 
@@ -359,7 +353,7 @@ def test_a_replaced_arena_is_given_up_by_a_thread_that_the_engine_does_not_wait_
     server = CacheServer(instance, 16 * MIB)
     try:
         pair.open()
-        wait(lambda: pair.start.client.up, "the server is not found")
+        until(lambda: pair.start.client.up, "the server is not found")
         pair.store("a")
         (mapped,) = pair.worker._mapped.values()
         closed_by: list[str] = []
@@ -371,12 +365,12 @@ def test_a_replaced_arena_is_given_up_by_a_thread_that_the_engine_does_not_wait_
         )
         server.close()
         server = CacheServer(instance, 16 * MIB)
-        wait(lambda: len(pair.worker._mapped) > 1 or closed_by, "the new arena is not mapped")
-        wait(lambda: pair.worker.results() and closed_by, "the old arena is not given up")
+        until(lambda: len(pair.worker._mapped) > 1 or closed_by, "the new arena is not mapped")
+        until(lambda: pair.worker.results() and closed_by, "the old arena is not given up")
 
         assert closed_by == ["lmcache-shm-report"]
         assert mapped not in pair.worker._mapped.values()
-        wait(lambda: pair.start.client.up, "the new server is not found")
+        until(lambda: pair.start.client.up, "the new server is not found")
         pair.store("b")
         assert pair.load("c") == ({"c"}, set())
     finally:
@@ -402,7 +396,7 @@ def test_a_server_that_comes_later_is_used(instance: str) -> None:
     pair.open()
     server = CacheServer(instance, 16 * MIB)
     try:
-        wait(lambda: pair.start.client.up, "the server is not found")
+        until(lambda: pair.start.client.up, "the server is not found")
         pair.store("a")
         assert pair.load("b") == ({"b"}, set())
     finally:

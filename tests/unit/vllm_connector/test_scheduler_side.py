@@ -10,6 +10,7 @@ from lmcache_shm.arena.layout import SlotState
 from lmcache_shm.client import in_flight
 from lmcache_shm.protocol.keys import encode_tokens
 from lmcache_shm.vllm.engine_api import WorkerReport
+from tools.harness.wait import until
 
 from .rig import TOKENS_AT, Rig, rig_of
 from .worlds import full, state, window
@@ -141,10 +142,7 @@ def test_an_idle_engine_commits_by_itself() -> None:
         (job,) = rig.prefill(rig.request("a", PROMPT)).stores
         rig.report(job)
 
-        end = time.monotonic() + 5
-        while rig.rows(SlotState.COMMITTED) < 2:
-            assert time.monotonic() < end, "nobody commits"
-            time.sleep(0.005)
+        until(lambda: rig.rows(SlotState.COMMITTED) >= 2, "the commit")
 
 
 def test_a_chunk_is_stored_by_the_step_that_completes_it() -> None:

@@ -1,16 +1,82 @@
-"""The benchmark's results for people."""
+"""Timing of repeated calls, the rows that come of it, and the tables in which they are shown."""
 
+import gc
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+Row = dict[str, Any]
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Without garbage collection."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def samples(action: Callable[[], object], times: int) -> list[float]:
+    """Seconds of each call, garbage collection held back."""
+    found = []
+    with quiet():
+        for _ in range(times):
+            start = time.perf_counter()
+            action()
+            found.append(time.perf_counter() - start)
+    return found
+
+
+def quantiles(seconds: list[float], unit: float) -> tuple[float, float]:
+    """p50 and p99 in units of ``unit`` seconds."""
+    ordered = sorted(seconds)
+    last = min(len(ordered) - 1, round(0.99 * len(ordered)))
+    return statistics.median(ordered) / unit, ordered[last] / unit
+
+
+def row(
+    name: str,
+    value: float,
+    unit: str,
+    bar: float | None = None,
+    p99: float | None = None,
+    p99_bar: float | None = None,
+    *,
+    least: bool = False,
+) -> Row:
+    """One line of the table. ``bar`` is the most that is good enough (or the least)."""
+    met = None
+    if bar is not None:
+        met = value >= bar if least else value <= bar
+        if p99 is not None and p99_bar is not None:
+            met = met and p99 <= p99_bar
+    return {
+        "name": name,
+        "value": value,
+        "unit": unit,
+        "p99": p99,
+        "bar": bar,
+        "p99_bar": p99_bar,
+        "met": met,
+    }
+
+
+# -------------------------------------------------------------------------------------------- tables
 LARGE_PAGE_KIB, LARGE_BAR, SMALL_BAR, THREADS_BAR = 32, 0.90, 0.70, 1.5
 
 
 def show(result: dict[str, Any], console: Console) -> None:
-    """Everything that was measured."""
+    """All that was measured."""
     about = result["machine"]
     console.print(
         f"{about['cpu']}, {about['cores']} cores (load {about['load_1min']}), Linux {about['linux']}, "
@@ -103,18 +169,18 @@ def show_device(speed: dict[str, Any], console: Console) -> None:
 
 
 def show_rows(title: str, rows: list[dict[str, Any]], console: Console) -> None:
-    """Named figures with their bars."""
+    """Named values with their goals."""
     table = _table(title)
     table.add_column("what", min_width=24)
     for name in ("p50", "p99", "bar"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("")
     for row in rows:
-        bar = "" if row["bar"] is None else _figure(row["bar"], row["unit"])
+        bar = "" if row["bar"] is None else _number(row["bar"], row["unit"])
         if row.get("p99_bar") is not None:
-            bar += f" / {_figure(row['p99_bar'], row['unit'])}"
-        p99 = "" if row.get("p99") is None else _figure(row["p99"], row["unit"])
-        table.add_row(row["name"], _figure(row["value"], row["unit"]), p99, bar, _met(row["met"]))
+            bar += f" / {_number(row['p99_bar'], row['unit'])}"
+        p99 = "" if row.get("p99") is None else _number(row["p99"], row["unit"])
+        table.add_row(row["name"], _number(row["value"], row["unit"]), p99, bar, _met(row["met"]))
     console.print(table)
 
 
@@ -122,7 +188,7 @@ def _table(title: str) -> Table:
     return Table(title=f"\n{title}", title_justify="left", box=None, pad_edge=False)
 
 
-def _figure(value: float, unit: str) -> str:
+def _number(value: float, unit: str) -> str:
     digits = 0 if value >= 1000 else 1 if value >= 10 else 2 if value >= 0.1 else 3
     return f"{value:,.{digits}f} {unit}"
 

@@ -13,7 +13,7 @@ def install() -> None:
 
         lose = Ownership.lose
 
-        def at_once(self: Ownership, *, writers: bool) -> int:
+        def at_once(self: Ownership, *, writers: bool) -> int:  # noqa: ARG001
             return lose(self, writers=False)
 
         Ownership.lose = at_once  # type: ignore[method-assign]

@@ -36,7 +36,7 @@ def install() -> None:
         signal.signal(signal.SIGUSR1, _on_signal)
 
 
-def _on_signal(number: int, frame: FrameType | None) -> None:
+def _on_signal(_number: int, _frame: FrameType | None) -> None:
     arm(json.loads(Path(os.environ[LATER]).read_text()))
 
 
@@ -56,7 +56,7 @@ def arm(fault: dict[str, Any] | None) -> None:
 
     def strike(now: str) -> None:
         if now == fault["when"] and calls == fault["nth"]:
-            with open(os.environ[MARKS], "a", encoding="utf-8") as marks:
+            with Path(os.environ[MARKS]).open("a", encoding="utf-8") as marks:
                 marks.write(json.dumps(fault | {"pid": os.getpid()}) + "\n")
             # To this very thread: a stop sent to the process takes effect when its main thread runs next.
             signal.pthread_kill(threading.get_ident(), SIGNALS[fault["do"]])

@@ -2,7 +2,7 @@
 
 Every process that a run starts inherits `MARK=<pid>:<start time>` of the pytest process; instances
 are named `test-<pid>-…`. So the leftovers of a dead run can be told from a live neighbour's.
-Run as a program (`python -m tests.leftovers`) it clears what dead runs left.
+Run as a program (`python -m tools.harness.leftovers`) it clears what dead runs left.
 """
 
 import os

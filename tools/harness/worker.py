@@ -19,8 +19,8 @@ from lmcache_shm.config import Config
 from lmcache_shm.transfer import guard
 from lmcache_shm.transfer.cpu import CpuEngine
 from lmcache_shm.transfer.pages import Part, RawTensor, SlotLayout, group_pages
-from tests.faults import failpoints
-from tests.faults.payload import N_BLOCKS, SHAPES, page
+from tools.harness import failpoints
+from tools.harness.payload import N_BLOCKS, SHAPES, page
 
 Blocks = dict[int, list[np.ndarray]]
 
@@ -109,13 +109,13 @@ class Worker:
         engine.drain(120.0)
         (result,) = engine.poll()
         if store:
-            self._tick(order, result.ok)
+            self._tick(order, ok=result.ok)
         wrong = 0
         if result.ok and not store:
             wrong = sum(self._wrong(item, numbers) for item, numbers in placed)
         return {"job": order["job"], "ok": result.ok, "reason": result.reason, "wrong": wrong}
 
-    def _tick(self, order: dict[str, Any], ok: bool) -> None:
+    def _tick(self, order: dict[str, Any], *, ok: bool) -> None:
         """Say on the completion board that this rank's copies are over."""
         assert self.client.arena is not None
         cell = order["client"], self.rank, order["job"] % RING

@@ -12,8 +12,11 @@ from collections import Counter, deque
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from lmcache_shm.arena.job import JobKind
-from lmcache_shm.transfer.device import DeviceError, Ranges, Rows
+from lmcache_shm.transfer.device import Device, DeviceError, Ranges, Rows
 
 INVALID_VALUE = 1
 
@@ -193,3 +196,18 @@ class SimulatedDevice:
             numbers = self._fails.get(call)
             if numbers is not None and (not numbers or self.calls[call] in numbers):
                 raise DeviceError(call, self._code, "told to fail", "Do not tell it to.")
+
+
+class HostFixture:
+    """The simulated device with host memory in place of device memory, for the benches."""
+
+    def __init__(self) -> None:
+        self.device: Device = SimulatedDevice()
+        self._held: list[npt.NDArray[np.uint8]] = []
+
+    def allocate(self, nbytes: int) -> int:
+        self._held.append(np.ones(nbytes, dtype=np.uint8))
+        return self._held[-1].ctypes.data
+
+    def release(self) -> None:
+        self._held.clear()

@@ -1,10 +1,10 @@
-"""Numbers for people: short, of a known width, and never rounded into a lie."""
+"""Numbers as text: short, of a known width, and never rounded into a lie."""
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmcache_shm.cli.figures import count, duration, percent, size, sparkline
+from lmcache_shm.cli.formatting import count, duration, percent, size, sparkline
 
 
 @pytest.mark.parametrize(

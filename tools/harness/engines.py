@@ -32,7 +32,7 @@ class EngineProcess:
         self.reply: dict[str, Any] = {}
         self._buffer = b""
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.faults.engine", json.dumps(self.options)],
+            [sys.executable, "-m", "tools.harness.engine", json.dumps(self.options)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=os.environ | environment, bufsize=0,
         )  # fmt: skip
 

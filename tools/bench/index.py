@@ -10,7 +10,7 @@ import numpy as np
 
 from lmcache_shm.arena.memory import SHM_DIR
 from lmcache_shm.arena.segment import Arena, create
-from lmcache_shm.cli.bench_rows import Row, laps, quantiles, quiet, row
+from lmcache_shm.cli.bench_results import Row, quantiles, quiet, row, samples
 from lmcache_shm.protocol.rules import Full
 from lmcache_shm.server.catalog.catalog import Catalog
 from lmcache_shm.server.catalog.groups import GroupSpec
@@ -19,6 +19,8 @@ SMALL, LARGE = 10_000, 1_000_000
 PROMPT = 512  # chunks
 CHUNK = 256
 SLOT_BYTES = 4096
+LABELS = 4
+"""Parts that `run` announces."""
 
 
 class Bench:
@@ -82,7 +84,7 @@ def run(rounds: int, step: Callable[[str], None]) -> list[Row]:
             step(f"look-ups and evictions, {slots:,} slots")
             picks = np.random.default_rng(1).integers(0, filled, 20 * rounds).tolist()
             keys = iter([bench.prompt(number) for number in picks])
-            lookups = laps(lambda it=keys, b=bench: b.look_up(next(it)), len(picks))  # type: ignore[misc]
+            lookups = samples(lambda it=keys, b=bench: b.look_up(next(it)), len(picks))  # type: ignore[misc]
             evictions = _evict(bench, 20 * rounds)
         finally:
             bench.arena.close()

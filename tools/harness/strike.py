@@ -3,10 +3,11 @@
 import signal
 from typing import Any
 
-from tests.faults import failpoints
-from tests.faults.cluster import Cluster, until
-from tests.faults.engines import EngineProcess
-from tests.faults.points import TRANSFER, Point
+from tools.harness import failpoints
+from tools.harness.cluster import Cluster
+from tools.harness.engines import EngineProcess
+from tools.harness.points import TRANSFER, Point
+from tools.harness.wait import LONG_S, until
 
 STORE = TRANSFER + "strided:RunCopier.store"
 ATTEMPTS = 4
@@ -70,7 +71,7 @@ def lose_scheduler(cluster: Cluster, engine: EngineProcess, *, document: int | N
         cluster.drive(lambda: struck(cluster, STORE) > before, "a worker stopped in a store")
     else:
         engine.tell(document=document, chunks=5)
-        until(lambda: struck(cluster, STORE) > before, "a worker stopped in a store")
+        until(lambda: struck(cluster, STORE) > before, "a worker stopped in a store", LONG_S)
     pid = int(cluster.struck()[-1]["pid"])
     engine.process.send_signal(signal.SIGKILL)
     engine.process.wait()

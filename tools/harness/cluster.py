@@ -5,8 +5,6 @@ import json
 import os
 import select
 import signal
-import subprocess
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -20,53 +18,39 @@ from lmcache_shm.arena.check import check
 from lmcache_shm.arena.layout import FLAG_DROP, SlotState
 from lmcache_shm.arena.leftovers import leftovers, purge
 from lmcache_shm.arena.segment import attach, segment_names, shm_path
-from lmcache_shm.client.connection import Connection, ControlError
-from lmcache_shm.client.reconnect import socket_path
-from lmcache_shm.config import Config
-from lmcache_shm.protocol.messages import PROTOCOL, Hello, Status, StatusReply
-from tests.faults import failpoints
-from tests.faults.engines import EngineProcess, state_of
+from lmcache_shm.client.connection import ControlError
+from tools.harness import failpoints
+from tools.harness.engines import EngineProcess, state_of
+from tools.harness.wait import LONG_S, until
+from tools.server_process import Server
 
 SERVER = (
     "import ctypes; ctypes.CDLL(None).prctl(1, 15)\n"
-    "from tests.faults.failpoints import install; install()\n"
-    "from tests.faults.sabotage import install; install()\n"
+    "from tools.harness.failpoints import install; install()\n"
+    "from tools.harness.sabotage import install; install()\n"
     "from lmcache_shm.cli.app import main; main()"
 )
-SIZE_GB = "0.0625"  # about 60 chunks, a quarter of what the engines want
+SIZE_MB = 64  # about 60 chunks, a quarter of what the engines want
 STOP_S = 0.6
 """How long a process stays stopped: longer than any deadline, so that others must have given up on it."""
-WAIT_S = 60.0
 SHM = Path("/dev/shm")
-
-
-def until(condition: Callable[[], Any], what: str, seconds: float = WAIT_S) -> Any:
-    """The condition's value once it is true; fails after the time. For what sends no event here."""
-    end = time.monotonic() + seconds
-    while True:
-        value = condition()
-        if value:
-            return value
-        assert time.monotonic() < end, f"not within {seconds} s: {what}"
-        time.sleep(0.01)
 
 
 class Cluster:
     """A context manager; everything it started is gone after it."""
 
     def __init__(
-        self, instance: str, *flags: str, size_gb: str = SIZE_GB, **environment: str
+        self, instance: str, *flags: str, size_mb: float = SIZE_MB, **environment: str
     ) -> None:
         self.instance = instance
-        self.flags = ["--l1-size-gb", size_gb, "--chunk-size", "64", *flags]
+        self.flags, self.size_mb = flags, size_mb
         base = Path(os.environ["LMCACHE_SHM_RUNTIME_DIR"]) / instance
-        self.log, self.marks, later = (base.with_suffix(s) for s in (".log", ".marks", ".fault"))
-        self.later = later
+        self.marks, self.later = base.with_suffix(".marks"), base.with_suffix(".fault")
         self.environment = {failpoints.MARKS: str(self.marks), **environment}
         self.engines: list[EngineProcess] = []
         self.ended: Counter[str] = Counter()
         """Counts of engines that are gone."""
-        self.server: subprocess.Popen[bytes] | None = None
+        self.server: Server | None = None
         self.restarts = 0
         self.kept: list[tuple[int, int]] = []
         """At each restart after a kill: slots committed before, slots adopted."""
@@ -77,28 +61,30 @@ class Cluster:
     # ------------------------------------------------------------------------------------ server
     def start_server(self, fault: dict[str, Any] | None = None) -> None:
         """Start it (again) and wait until it greets, or has died of its failpoint."""
-        environment = os.environ | self.environment | {
-            failpoints.AT_START: json.dumps(fault), failpoints.LATER: str(self.later),
-        }  # fmt: skip
-        with self.log.open("ab") as log:
-            self.server = subprocess.Popen(
-                [sys.executable, "-c", SERVER, "server", "--instance", self.instance, *self.flags],
-                env=environment, stdout=log, stderr=log,
+        if self.server is None:
+            self.server = Server(
+                self.instance, chunk_size=64, size_mb=self.size_mb, flags=self.flags, env=self.environment,
+                program=("-c", SERVER), starts=False,
             )  # fmt: skip
-        until(lambda: self.status() or self.server_state() in {"", "Z", "T"}, "the server greets")
+        self.server.env |= {
+            failpoints.AT_START: json.dumps(fault),
+            failpoints.LATER: str(self.later),
+        }
+        self.server.start(waits=False)
+        until(
+            lambda: self.status() or self.server_state() in {"", "Z", "T"},
+            "the server greets",
+            LONG_S,
+        )
         if fault is None and self.server_state() in {"", "Z"}:
-            raise AssertionError(f"the server ended: {self.log.read_text()[-2000:]}")
+            raise AssertionError(f"the server ended: {self.server.log_tail()}")
 
-    def status(self, seconds: float = 5.0) -> dict[str, Any] | None:
+    def status(self) -> dict[str, Any] | None:
         """The server's snapshot; None when it cannot be reached."""
-        if self.server_state() in {"", "Z", "T"}:
+        if self.server is None or self.server_state() in {"", "Z", "T"}:
             return None
-        path = str(socket_path(Config(instance=self.instance)))
         try:
-            with contextlib.closing(
-                Connection.open(path, Hello(PROTOCOL, "tool"), seconds)
-            ) as connection:
-                return connection.call(Status(), StatusReply, seconds).snapshot
+            return self.server.status()
         except ControlError:
             return None
 
@@ -115,7 +101,6 @@ class Cluster:
         """SIGKILL it; the number of committed slots that its arena holds."""
         assert self.server is not None
         self.server.kill()
-        self.server.wait()
         return self.committed()
 
     def committed(self) -> int:
@@ -139,7 +124,7 @@ class Cluster:
     def arm_server(self, fault: dict[str, Any]) -> None:
         assert self.server is not None
         self.later.write_text(json.dumps(fault))
-        self.server.send_signal(signal.SIGUSR1)
+        os.kill(self.server.pid, signal.SIGUSR1)
 
     # ----------------------------------------------------------------------------------- engines
     def add_engines(self, *options: dict[str, Any]) -> list[EngineProcess]:
@@ -212,8 +197,6 @@ class Cluster:
             os.kill(pid, signal.SIGCONT)
 
     def _restart(self) -> None:
-        assert self.server is not None
-        self.server.wait()
         self.restarts += 1
         before = self.committed()
         self.start_server()
@@ -221,7 +204,7 @@ class Cluster:
         if status is not None and status["server"]["adopted"]:
             self.kept.append((before, status["server"]["adopted"]["slots"]))
 
-    def drive(self, over: Callable[[], Any], what: str, seconds: float = WAIT_S) -> None:
+    def drive(self, over: Callable[[], Any], what: str, seconds: float = LONG_S) -> None:
         """All engines work side by side, and what is dead or stopped is tended, until `over`."""
         assert self.work(over, seconds), f"not within {seconds} s: {what}; {dict(self.total())}"
 
@@ -240,7 +223,7 @@ class Cluster:
 
     def settle(self) -> None:
         """Let the engines finish what they are at; tend what is dead or stopped."""
-        end = time.monotonic() + WAIT_S
+        end = time.monotonic() + LONG_S
         self.attend()
         while self._stopped or any(engine.asked for engine in self.engines):
             assert time.monotonic() < end, "engines do not come to an end"
@@ -265,7 +248,7 @@ class Cluster:
 
         self.drive(all_work, "every engine works")
         self.settle()
-        until(self.drained, "pins, reservations and quarantine drain")
+        until(self.drained, "pins, reservations and quarantine drain", LONG_S)
         with self.arena() as arena:
             assert check(arena) == []
         total = self.total()
@@ -291,13 +274,14 @@ class Cluster:
     ) -> None:
         for pid in {*self._stopped, *(one["pid"] for one in self.struck() if one["do"] == "stop")}:
             self.wake(pid)
+        workers = [pid for engine in self.engines for pid in engine.workers]
         for engine in self.engines:
             for pid in (engine.process.pid, *engine.workers):
                 self.wake(pid)
             engine.end(signal.SIGKILL)
         if self.server is not None:
-            self.server.send_signal(signal.SIGCONT)
-            self.server.terminate()
-            self.server.wait(30)
+            self.server.end()
+        # They end by themselves at the end of their pipe, which a busy machine may put off.
+        until(lambda: all(state_of(pid) in {"", "Z"} for pid in workers), "workers end", LONG_S)
         entries = leftovers(Path(os.environ["LMCACHE_SHM_RUNTIME_DIR"]))
         purge(entry for entry in entries if self.instance in entry.path.name)

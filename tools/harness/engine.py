@@ -30,8 +30,8 @@ from lmcache_shm.config import Config
 from lmcache_shm.protocol.keys import ChunkKeys, seed
 from lmcache_shm.protocol.messages import KEY, GroupInfo, HelloReply, Register, Registered, Reserve
 from lmcache_shm.protocol.rules import Full, Recurrent
-from tests.faults import failpoints
-from tests.faults.payload import CHUNK, SHAPES, tokens
+from tools.harness import failpoints
+from tools.harness.payload import CHUNK, SHAPES, tokens
 
 PLAN = CachePlan(
     CHUNK, (ObjectGroup("full", Full(), ()), ObjectGroup("recurrent", Recurrent(), ()))
@@ -51,7 +51,7 @@ class WorkerProcess:
         ours, theirs = socket.socketpair()
         options = options | {"fd": theirs.fileno()}
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.faults.worker", json.dumps(options)],
+            [sys.executable, "-m", "tools.harness.worker", json.dumps(options)],
             pass_fds=[theirs.fileno()],
         )
         theirs.close()

@@ -1,4 +1,4 @@
-"""Many clients at once, beside a bare echo for as many in the same run.
+"""A load test: many clients at once, beside a bare echo for as many in the same run.
 
 The echo says what the machine lets through: a virtual machine stops a process for some milliseconds now and
 then, and of many clients one is always hit often.
@@ -14,9 +14,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lmcache_shm.cli.bench_echo import echo_peers
-from lmcache_shm.cli.bench_rows import Row, laps, quantiles, row
-from lmcache_shm.cli.bench_server import PrivateServer
+from lmcache_shm.cli.bench_control import PrivateServer, echo_peers
+from lmcache_shm.cli.bench_results import Row, quantiles, row, samples
 from lmcache_shm.client.connection import Connection
 from lmcache_shm.protocol.messages import PROTOCOL, Hello, Step, frame
 
@@ -27,7 +26,29 @@ Waits = list[list[float]]
 """Seconds of each round trip, by client."""
 
 
-class Crowd(NamedTuple):
+MANY = """
+import select, socket, sys
+listener = socket.socket(socket.AF_UNIX)
+listener.bind(sys.argv[1])
+listener.listen(64)
+print("ready", flush=True)
+peers = {}
+poll = select.epoll()
+for _ in range(int(sys.argv[2])):
+    peer, _ = listener.accept()
+    peers[peer.fileno()] = peer
+    poll.register(peer, select.EPOLLIN)
+while peers:
+    for number, _ in poll.poll():
+        data = peers[number].recv(65536)
+        if data:
+            peers[number].send(data)
+        else:
+            peers.pop(number).close()
+"""
+
+
+class LoadTest(NamedTuple):
     """Many clients against the p50 of one that is alone: round trips a second, p99 of the slowest at both rates."""
 
     rate: float
@@ -35,7 +56,7 @@ class Crowd(NamedTuple):
     paced: float
 
     @classmethod
-    def of(cls, sockets: list[socket.socket], rounds: int) -> "Crowd":
+    def of(cls, sockets: list[socket.socket], rounds: int) -> "LoadTest":
         """Driven from this one thread."""
         message = bytes(frame(Step()))
 
@@ -43,8 +64,8 @@ class Crowd(NamedTuple):
             sockets[0].sendall(message)
             sockets[0].recv(65536)
 
-        laps(alone, 500)
-        idle = quantiles(laps(alone, 200 * rounds), 1e-6)[0]
+        samples(alone, 500)
+        idle = quantiles(samples(alone, 200 * rounds), 1e-6)[0]
         rate, waits = saturated(sockets, 200 * rounds)
         paced = at_rate(sockets, PACED_RATE, 200 * rounds * len(sockets))
         worst = [max(quantiles(each, 1e-6)[1] for each in found) / idle for found in (waits, paced)]
@@ -57,13 +78,13 @@ def run(server: PrivateServer, rounds: int, step: Callable[[str], None]) -> list
     hello = Hello(PROTOCOL, "tool", "", os.getpid())
     clients = [Connection.open(server.socket, hello) for _ in range(CLIENTS)]
     try:
-        ours = Crowd.of([client.sock for client in clients], rounds)
+        ours = LoadTest.of([client.sock for client in clients], rounds)
     finally:
         for client in clients:
             client.close()
     step(f"a bare echo for {CLIENTS} clients")
-    with echo_peers(CLIENTS) as peers:
-        echo = Crowd.of(peers, rounds)
+    with echo_peers(CLIENTS, MANY) as peers:
+        echo = LoadTest.of(peers, rounds)
     never, paced = (
         f"{CLIENTS} clients that never pause",
         f"{CLIENTS} clients, {PACED_RATE:,} a second",

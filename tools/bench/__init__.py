@@ -1,0 +1,1 @@
+"""Benches for engineers: all that `lmcache-shm bench` measures, and more."""

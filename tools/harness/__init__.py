@@ -1,0 +1,1 @@
+"""What the tests and the long-running tools share: a server and simulated engines under faults. Imports no test."""
