@@ -377,7 +377,7 @@ def test_a_process_that_proc_hides_is_not_taken_for_dead(victim: User):
 
 
 # ------------------------------------------------------------------------------------ tests and tools
-@pytest.mark.parametrize("module", ["tests.leftovers", "tools.scratch"])
+@pytest.mark.parametrize("module", ["tools.harness.leftovers", "tools.scratch"])
 def test_cleaning_up_touches_nothing_of_another_user(
     module: str, victim: User, other: User, instance: str
 ):
@@ -393,7 +393,7 @@ def test_cleaning_up_touches_nothing_of_another_user(
             path.touch() if path.parent.name == "shm" else path.mkdir()
             other.give(path, 0o777)
         program = {
-            "tests.leftovers": "from tests.leftovers import clear_dead_runs; clear_dead_runs()",
+            "tools.harness.leftovers": "from tools.harness.leftovers import clear_dead_runs; clear_dead_runs()",
             "tools.scratch": "from tools.scratch import scratch_folder\nwith scratch_folder(): pass",
         }[module]
         victim.python(program)
@@ -402,7 +402,7 @@ def test_cleaning_up_touches_nothing_of_another_user(
         other.python(program)
         gone = [path.exists() for path in planted]
         assert gone == (
-            [False, True, False] if module == "tests.leftovers" else [True, False, True]
+            [False, True, False] if module == "tools.harness.leftovers" else [True, False, True]
         )
     finally:
         for path in planted:

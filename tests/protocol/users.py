@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import leftovers
+from tools.harness import leftovers
 
 ROOT = Path(__file__).parents[2]
 # The interpreter may live in a folder that only root may enter: in a mount namespace of its own each command
