@@ -389,8 +389,13 @@ def test_an_engine_id_that_is_in_use_is_a_matter_of_now_only(server, caplog):
         assert not pair.client.wait(10)
         assert pair.client.busy
         assert f"engine id engine is in use by pid {holder.pid}" in (pair.client.refusal or "")
-        found = [r for r in caplog.records if "engine id engine is in use" in r.getMessage()]
-        assert [logging.WARNING] == [r.levelno for r in found]
+
+        def said() -> list[int]:
+            text = "engine id engine is in use"
+            return [r.levelno for r in caplog.records if text in r.getMessage()]
+
+        until(said, "a line in the log")  # it follows the refusal that `wait` has seen
+        assert said() == [logging.WARNING]
         holder.kill()
         until(lambda: pair.client.up, "the cache in use")
     finally:

@@ -244,24 +244,32 @@ def test_a_server_of_another_user_is_not_trusted(runtime_dir):
         time.sleep(60)
 
     heard, told = os.pipe()
+    child = 0
     try:
         if os.geteuid() != 0:
             pytest.skip("only root can become somebody else")
         child = os.fork()
         if child == 0:
-            os.setgroups([])
-            os.setgid(NOBODY)
-            os.setuid(NOBODY)
-            impostor()
+            try:
+                os.setgroups([])
+                os.setgid(NOBODY)
+                os.setuid(NOBODY)
+                impostor()
+            finally:
+                os._exit(1)  # whatever happens: never on as a second pytest
+        os.close(told)  # so that a child that failed is heard, too
+        told = -1
         os.read(heard, 1)
-        with pytest.raises(Refused, match=f"belongs to uid {NOBODY}, not to uid {os.geteuid()}"):
+        with pytest.raises(Refused, match=f"belongs to uid {NOBODY}, not to uid 0"):
             Connection.open(str(path), Hello(PROTOCOL, "tool"), WAIT_S)
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
     finally:
+        if child > 0:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
         listener.close()
         os.close(heard)
-        os.close(told)
+        if told >= 0:
+            os.close(told)
         runtime_dir.chmod(0o700)
         path.unlink(missing_ok=True)
 
