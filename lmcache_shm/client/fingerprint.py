@@ -23,6 +23,8 @@ from pathlib import Path
 
 import xxhash
 
+from lmcache_shm.arena.errors import NotOurs
+from lmcache_shm.arena.owner import foreign, open_ours
 from lmcache_shm.arena.processes import stat as process_stat
 
 log = logging.getLogger("lmcache_shm")
@@ -110,7 +112,11 @@ def _check_untouched(path: Path, stats: Stats, began: float) -> None:
 
 
 class Memory:
-    """Digests of files that were read before, as JSON in the user's cache folder. A damaged file is ignored."""
+    """Digests of files that were read before, as JSON in the user's cache folder. A damaged file is ignored.
+
+    So is whatever is not a regular file of this user (`sudo` may keep another's HOME): whoever can write the
+    digests decides which weights pass for ours. It is neither followed, waited for, nor replaced.
+    """
 
     def __init__(self, file: Path) -> None:
         self.file = file
@@ -122,14 +128,15 @@ class Memory:
         start together read one after the other: only the first one reads."""
         found = self._known(stats)
         if len(found) < len(stats):
-            with self._alone():
+            with self._alone() as kept:
                 found = self._known(stats)
                 missing = [file for file in stats if file not in found]
                 self.read_bytes += sum(stats[file][2] for file in missing)
                 with ThreadPoolExecutor(THREADS, "lmcache-shm-weights") as pool:
                     found.update(zip(missing, pool.map(content_digest, missing), strict=True))
                 settled = (time.time() - SETTLED_S) * 1e9
-                self._save({_key(stats[f]): found[f] for f in missing if stats[f][4] < settled})
+                if kept:
+                    self._save({_key(stats[f]): found[f] for f in missing if stats[f][4] < settled})
         return found
 
     def _known(self, stats: Stats) -> dict[Path, str]:
@@ -137,24 +144,39 @@ class Memory:
         return {file: known[key] for file, s in stats.items() if (key := _key(s)) in known}
 
     @contextmanager
-    def _alone(self) -> Iterator[None]:
-        """Hold the lock file, if the folder can be written."""
+    def _alone(self) -> Iterator[bool]:
+        """Hold the lock file. False where that cannot be; then nothing is written into the folder."""
         try:
-            self.file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            handle = os.open(self.file.with_suffix(".lock"), os.O_CREAT | os.O_RDWR, 0o600)
-        except OSError:
-            yield
+            handle = self._lock()
+        except (OSError, NotOurs) as error:
+            _not_remembered(error)
+            yield False
             return
         try:
-            fcntl.flock(handle, fcntl.LOCK_EX)
-            yield
+            yield True
         finally:
             os.close(handle)
 
+    def _lock(self) -> int:
+        """A descriptor that holds the lock. Raises OSError, and NotOurs for what belongs to others."""
+        folder = self.file.parent
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if (owner := folder.stat().st_uid) != os.geteuid():
+            raise NotOurs(f"{folder} belongs to uid {owner}, not to uid {os.geteuid()}")
+        path = self.file.with_suffix(".lock")
+        handle = open_ours(path, os.O_CREAT | os.O_RDWR, f"remove it: rm -r {path}")
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        except OSError:
+            os.close(handle)
+            raise
+        return handle
+
     def _load(self) -> dict[str, str]:
         try:
-            known = json.loads(self.file.read_bytes())
-        except (OSError, ValueError):
+            with os.fdopen(open_ours(self.file, os.O_RDONLY, "it is ignored"), "rb") as file:
+                known = json.loads(file.read())
+        except (OSError, ValueError, NotOurs):
             return {}
         if not isinstance(known, dict):
             return {}
@@ -166,6 +188,8 @@ class Memory:
         if not new:
             return
         try:
+            if os.path.lexists(self.file) and (why := foreign(self.file.lstat())):
+                raise NotOurs(f"{self.file} {why}; remove it: rm -r {self.file}")
             kept = list((self._load() | new).items())[-REMEMBERED:]
             handle, name = tempfile.mkstemp(dir=self.file.parent, prefix=self.file.name)  # 0600
             try:
@@ -175,8 +199,12 @@ class Memory:
             except BaseException:
                 Path(name).unlink(missing_ok=True)
                 raise
-        except OSError as error:
-            log.info("lmcache_shm: digests of the weights are not remembered (%s)", error)
+        except (OSError, NotOurs) as error:
+            _not_remembered(error)
+
+
+def _not_remembered(error: Exception) -> None:
+    log.info("lmcache_shm: digests of the weights are not remembered (%s)", error)
 
 
 def _key(stat: Sequence[int]) -> str:
@@ -194,9 +222,13 @@ def content_digest(file: Path) -> str:
 
 
 def default_memory() -> Memory:
-    """In $XDG_CACHE_HOME/lmcache-shm, else ~/.cache/lmcache-shm."""
-    home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Memory(Path(home).expanduser() / "lmcache-shm" / "weights.json")
+    """In $XDG_CACHE_HOME/lmcache-shm, else ~/.cache/lmcache-shm; nowhere for a user without a home."""
+    given = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    try:
+        home = Path(given).expanduser()
+    except RuntimeError:  # no HOME, and a uid that /etc/passwd does not have, as in containers
+        home = Path(os.devnull)  # has no files: nothing is found there, and nothing kept
+    return Memory(home / "lmcache-shm" / "weights.json")
 
 
 _lock = threading.Lock()

@@ -1,6 +1,8 @@
 """Several users on one host: each has a cache of his own, whatever others put in the way."""
 
 import contextlib
+import fcntl
+import json
 import os
 import shutil
 import signal
@@ -8,12 +10,15 @@ import socket
 import stat
 import subprocess
 import sys
+import tempfile
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from lmcache_shm.arena.owner import segment_names, shm_path
+from lmcache_shm.client.fingerprint import SETTLED_S
 from tests.protocol.harness import ServerProcess
 from tests.protocol.users import PYTHON, ROOT, User, users_of_this_run
 
@@ -56,10 +61,18 @@ def end(process: subprocess.Popen[str], number: int = signal.SIGTERM) -> None:
 
 
 @pytest.fixture
-def precious(tmp_path: Path) -> Path:
+def place() -> Iterator[Path]:
+    """A directory that every user can enter; pytest's own are closed to all but one, which would hide a mistake."""
+    path = Path(tempfile.mkdtemp(prefix=f"lmcshm-test-{os.getpid()}-"))
+    path.chmod(0o755)
+    yield path
+    shutil.rmtree(path)
+
+
+@pytest.fixture
+def precious(place: Path) -> Path:
     """What a link points to."""
-    tmp_path.chmod(0o755)
-    path = tmp_path / "precious"
+    path = place / "precious"
     path.write_bytes(PRECIOUS)
     return path
 
@@ -245,10 +258,10 @@ def test_every_command_ends_in_one_line_beside_a_directory_of_another_user(
     assert list(victim.runtime.iterdir()) == []
 
 
-def test_another_users_xdg_directory_is_passed_over(victim: User, other: User, tmp_path: Path):
+def test_another_users_xdg_directory_is_passed_over(victim: User, other: User, place: Path):
     """As `su` and `sudo` leave it behind, closed or open to all."""
     for mode in (0o700, 0o777):
-        folder = tmp_path / f"{mode:o}"
+        folder = place / f"{mode:o}"
         folder.mkdir()
         other.give(folder, mode)
         (folder / "lmcache-shm").mkdir()
@@ -346,6 +359,94 @@ def test_autostart_beside_what_is_not_ours_is_one_line(victim: User, other: User
     assert precious.read_bytes() == PRECIOUS
     other.give(victim.runtime, 0o777)
     assert f"belongs to uid {other.uid}" in victim.python(program)
+
+
+# ---------------------------------------------------------------------------- digests of weights
+IDENTITIES = """
+import os, pathlib, signal, sys, time
+from lmcache_shm.client.fingerprint import default_memory, identity_on_disk
+signal.alarm(30)  # whatever waits for another user ends here
+for cache in sys.argv[2:]:
+    os.environ["XDG_CACHE_HOME"] = cache
+    memory = default_memory()
+    print(identity_on_disk(sys.argv[1], None, None, time.time() + 60, memory), memory.read_bytes)
+"""
+"""`time.time() + 60`: the engine's start, so that weights written just now count as older than it."""
+
+
+@pytest.fixture
+def weights(precious: Path) -> Path:
+    """A checkpoint that all may read, its files old enough to be remembered."""
+    folder = precious.parent / "model"
+    folder.mkdir()
+    (folder / "a.safetensors").write_bytes(PRECIOUS)
+    time.sleep(SETTLED_S + 0.1)
+    return folder
+
+
+def cache_of(owner: User, folder: Path, mode: int = 0o700) -> Path:
+    """$XDG_CACHE_HOME/lmcache-shm of a user, in a directory that is open to all."""
+    inner = folder / "lmcache-shm"
+    inner.mkdir(parents=True)
+    folder.chmod(0o777)
+    return owner.give(inner, mode)
+
+
+def test_digests_of_weights_are_this_users_own_and_nothing_in_their_way_is_an_error(
+    victim: User, other: User, precious: Path, weights: Path
+):
+    base = precious.parent
+    facts = (weights / "a.safetensors").stat()
+    key = (facts.st_dev, facts.st_ino, facts.st_size, facts.st_mtime_ns, facts.st_ctime_ns)
+    forged = json.dumps({":".join(map(str, key)): "0" * 32})
+
+    ours = cache_of(victim, base / "ours")
+    planted = []
+    for name, plant in (("pipe", a_pipe), ("link", a_link), ("directory", a_directory)):
+        path = cache_of(victim, base / name) / "weights.json"
+        plant(path, precious)
+        planted.append(victim.give(path, 0o700))
+    linked = cache_of(victim, base / "linked-lock") / "weights.lock"
+    linked.symlink_to(base / "made-through-a-link")
+    planted.append(victim.give(linked))
+    for name, owner in (("file-of-another", victim), ("folder-of-another", other)):
+        path = cache_of(owner, base / name, 0o777) / "weights.json"
+        path.write_text(forged)
+        planted.append(other.give(path, 0o644))
+    lock = cache_of(other, base / "lock-of-another", 0o777) / "weights.lock"
+    lock.touch()
+    planted.append(other.give(lock, 0o666))
+    base.chmod(0o777)  # so that the link could be followed
+    before = [seen(path) for path in planted]
+
+    places = [str(path.parents[1]) for path in planted]
+    with lock.open("r+") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        told = victim.python(
+            IDENTITIES, str(weights), str(base / "ours"), *places, "~nobody-here/x"
+        )
+    base.chmod(0o755)
+
+    first = told.splitlines()[0].removesuffix(f" {len(PRECIOUS)}")
+    assert told.splitlines() == [f"{first} {len(PRECIOUS)}"] * (len(places) + 2), "all were read"
+    again = victim.python(IDENTITIES, str(weights), str(base / "ours"))
+    assert again == f"{first} 0\n", "his own are believed"
+    assert sorted(path.name for path in ours.iterdir()) == ["weights.json", "weights.lock"]
+    assert [seen(path) for path in planted] == before
+    assert not (base / "made-through-a-link").exists()
+    assert {path.name for path in (base / "folder-of-another/lmcache-shm").iterdir()} == {
+        "weights.json"
+    }
+    assert precious.read_bytes() == PRECIOUS
+
+
+def test_a_user_without_a_home_has_an_identity_of_weights(victim: User, weights: Path):
+    """His uid is not in /etc/passwd and HOME is not set, or leads where he may not write."""
+    program = IDENTITIES.replace('os.environ["XDG_CACHE_HOME"]', 'os.environ["HOME"]')
+    without = program.replace('os.environ["HOME"] = cache', "os.environ.pop('HOME', None)")
+    said = {victim.python(p, str(weights), "/nonexistent") for p in (program, without)}
+    assert len(said) == 1, said
+    assert said.pop().startswith("files#")
 
 
 # -------------------------------------------------------------------------------------- the host itself
