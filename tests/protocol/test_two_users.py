@@ -11,14 +11,15 @@ import stat
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from lmcache_shm.arena.owner import segment_names, shm_path
-from lmcache_shm.client.fingerprint import SETTLED_S
 from tests.protocol.harness import ServerProcess
 from tests.protocol.users import PYTHON, ROOT, User, users_of_this_run
 
@@ -55,6 +56,12 @@ def seen(path: Path) -> tuple[int, int, int, int]:
     return facts.st_ino, facts.st_uid, facts.st_mode, facts.st_size
 
 
+def at_once(*looks: Callable[[], Any]) -> list[Any]:
+    """What commands that change nothing say, run side by side. No servers: they end with their thread."""
+    with ThreadPoolExecutor(len(looks)) as pool:
+        return [look.result() for look in [pool.submit(look) for look in looks]]
+
+
 def end(process: subprocess.Popen[str], number: int = signal.SIGTERM) -> None:
     process.send_signal(number)
     process.communicate(timeout=30)
@@ -88,22 +95,27 @@ def root(*words: str) -> subprocess.CompletedProcess[str]:
 def test_two_users_run_the_default_instance_and_each_adopts_his_own(victim: User, other: User):
     servers = [victim.serve()[0], other.serve()[0]]
     try:
-        for user, server in zip((victim, other), servers, strict=True):
-            assert f"pid {server.pid}" in user.command("status").stdout
+        told = at_once(lambda: victim.command("status"), lambda: other.command("status"))
+        for user, server, status in zip((victim, other), servers, told, strict=True):
+            assert f"pid {server.pid}" in status.stdout
             assert all(stat.S_IMODE(path.stat().st_mode) == 0o600 for path in user.segments())
         end(servers[0], signal.SIGKILL)
         left = [seen(path) for path in victim.segments()]
 
-        purged = other.command("purge", "--yes")  # looks at a dead arena that is not his
+        purged, doctor = at_once(  # both look at a dead arena that is not his
+            lambda: other.command("purge", "--yes"), lambda: other.command("doctor")
+        )
         assert purged.returncode == 0
         assert "0 files removed" in purged.stdout
         whose = (
             f"{victim.segments()[0]}  belongs to uid {victim.uid}, not to uid {other.uid}: stays"
         )
         assert whose in purged.stdout
-        told = other.command("doctor").stdout
-        assert f"belongs to uid {victim.uid}, not to uid {other.uid}: it is left alone" in told
-        assert "instance default has no server" not in told
+        assert (
+            f"belongs to uid {victim.uid}, not to uid {other.uid}: it is left alone"
+            in doctor.stdout
+        )
+        assert "instance default has no server" not in doctor.stdout
         assert [seen(path) for path in victim.segments()] == left
 
         servers[0], said = victim.serve()
@@ -179,9 +191,12 @@ def test_what_another_user_put_under_a_segments_name_is_told_and_left_alone(
     if plant is a_pipe:
         assert victim.refusal("check").startswith(whose)
     if plant is a_file and segment:
-        told = victim.command("doctor", "-q", "--l1-size-gb", "0.0625")
+        told, purged = at_once(
+            lambda: victim.command("doctor", "-q", "--l1-size-gb", "0.0625"),
+            lambda: victim.command("purge", "--yes"),
+        )
         assert f"not to uid {victim.uid}: no server of instance default can start" in told.stdout
-        assert victim.command("purge", "--yes").returncode == 0
+        assert purged.returncode == 0
     assert seen(planted) == before
     assert precious.read_bytes() == PRECIOUS
     assert not victim.segments()[1 - segment].exists()
@@ -252,8 +267,9 @@ def test_every_command_ends_in_one_line_beside_a_directory_of_another_user(
     """Each that wants a server, and none of them hangs or shows its insides."""
     victim.runtime.mkdir()
     other.give(victim.runtime, 0o777)
-    for words in ("status", "top --once", "ls", "clear --all --yes", "stop", "purge --yes"):
-        line = victim.refusal(*words.split())
+    commands = ("status", "top --once", "ls", "clear --all --yes", "stop", "purge --yes")
+    lines = at_once(*(partial(victim.refusal, *words.split()) for words in commands))
+    for words, line in zip(commands, lines, strict=True):
         assert f"belongs to uid {other.uid}" in line, (words, line)
     assert list(victim.runtime.iterdir()) == []
 
@@ -333,9 +349,11 @@ def test_a_socket_of_another_user_is_no_server_of_ours(victim: User, other: User
             victim.refusal("status") == f"{path} belongs to another user, or is closed to this one"
         )
         path.chmod(0o777)
-        line = victim.refusal("status")
+        line, doctor = at_once(
+            lambda: victim.refusal("status"), lambda: victim.command("doctor", "-q").stdout
+        )
         assert line == f"the server at {path} belongs to uid 0, not to uid {victim.uid}"
-        assert f"rm {path}" in victim.command("doctor", "-q").stdout
+        assert f"rm {path}" in doctor
 
 
 def test_autostart_beside_what_is_not_ours_is_one_line(victim: User, other: User, precious: Path):
@@ -364,7 +382,9 @@ def test_autostart_beside_what_is_not_ours_is_one_line(victim: User, other: User
 # ---------------------------------------------------------------------------- digests of weights
 IDENTITIES = """
 import os, pathlib, signal, sys, time
+from lmcache_shm.client import fingerprint
 from lmcache_shm.client.fingerprint import default_memory, identity_on_disk
+fingerprint.SETTLED_S = 0.0  # remembers weights that were written just now
 signal.alarm(30)  # whatever waits for another user ends here
 for cache in sys.argv[2:]:
     os.environ["XDG_CACHE_HOME"] = cache
@@ -376,11 +396,10 @@ for cache in sys.argv[2:]:
 
 @pytest.fixture
 def weights(precious: Path) -> Path:
-    """A checkpoint that all may read, its files old enough to be remembered."""
+    """A checkpoint that all may read."""
     folder = precious.parent / "model"
     folder.mkdir()
     (folder / "a.safetensors").write_bytes(PRECIOUS)
-    time.sleep(SETTLED_S + 0.1)
     return folder
 
 
@@ -444,7 +463,11 @@ def test_a_user_without_a_home_has_an_identity_of_weights(victim: User, weights:
     """His uid is not in /etc/passwd and HOME is not set, or leads where he may not write."""
     program = IDENTITIES.replace('os.environ["XDG_CACHE_HOME"]', 'os.environ["HOME"]')
     without = program.replace('os.environ["HOME"] = cache', "os.environ.pop('HOME', None)")
-    said = {victim.python(p, str(weights), "/nonexistent") for p in (program, without)}
+    said = set(
+        at_once(
+            *(partial(victim.python, p, str(weights), "/nonexistent") for p in (program, without))
+        )
+    )
     assert len(said) == 1, said
     assert said.pop().startswith("files#")
 
@@ -452,11 +475,14 @@ def test_a_user_without_a_home_has_an_identity_of_weights(victim: User, weights:
 # -------------------------------------------------------------------------------------- the host itself
 def test_a_dev_shm_that_only_root_may_write_is_one_line(victim: User):
     closed_shm = "mount -t tmpfs -o mode=755 t /dev/shm"
-    line = victim.refusal("server", "--l1-size-gb", "0.0625", before=closed_shm)
+    line, doctor = at_once(
+        lambda: victim.refusal("server", "--l1-size-gb", "0.0625", before=closed_shm),
+        lambda: victim.command("doctor", "-q", before=closed_shm).stdout,
+    )
     assert line == (
         f"/dev/shm is not writable for uid {victim.uid}; make it so: chmod 1777 /dev/shm"
     )
-    assert "chmod 1777 /dev/shm" in victim.command("doctor", "-q", before=closed_shm).stdout
+    assert "chmod 1777 /dev/shm" in doctor
 
 
 def test_a_process_that_proc_hides_is_not_taken_for_dead(victim: User):
